@@ -1,0 +1,309 @@
+"""GlueGraphCache: one callable, recorded once per key. Usable alone."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphglue.core import trees
+from graphglue.core.contract import PrepContract
+from graphglue.core.routing import State
+from graphglue.core.view import View
+from graphglue.device.base import open_device
+from graphglue.errors import CaptureError, ClosedError, ContractError
+from graphglue.graphs.base import Recorder, Recording
+
+logger = logging.getLogger("graphglue")
+
+
+@dataclass(slots=True)
+class Entry:
+    """Where one key stands. ``result`` is static: its addresses never change while graphs read it."""
+
+    state: State = State.COLD
+    args: tuple[Any, ...] = ()
+    result: Any = None
+    has_result: bool = False
+    recording: Recording | None = None
+    cause: str | None = None
+    capture_seconds: float = 0.0
+    num_bytes: int = 0
+
+
+class GlueGraphCache:
+    """Record a prep once per key, replay it, and fall back to calling it.
+
+    Failure is per key: a key that can not be recorded is QUARANTINED with its cause, keeps its
+    static result for the eager fallback, and is retried by ``maintain()``. The states are drawn at
+    ``graphglue.core.routing.State``.
+
+    Args:
+        prep: called with a view (or any arguments); returns a tree of tensors.
+        recorder: records it; by default the one of ``device``.
+        device: "cpu" or a CUDA device, where no recorder is given.
+        contract: what the prep declares; its declared outputs are checked when a key warms up.
+        name: named in errors and logs.
+        warmups: real runs before a key is recorded.
+
+    Example:
+        >>> cache = GlueGraphCache(prep, device="cpu")
+        >>> cache.capture({8: view8, 4: view4})     # the largest first
+        >>> metadata = cache.run(8, view8)          # glued if it could be recorded, else eager
+    """
+
+    def __init__(
+        self,
+        prep: Callable[..., Any],
+        *,
+        recorder: Recorder | None = None,
+        device: torch.device | str = "cpu",
+        contract: PrepContract | None = None,
+        name: str | None = None,
+        warmups: int = 2,
+    ) -> None:
+        self.name = name or (contract.name if contract and contract.name else getattr(prep, "__name__", "prep"))
+        self.contract = contract
+        self._prep = prep
+        self._recorder = recorder or open_device(device).recorder()
+        self._warmups = max(1, warmups)
+        self._entries: dict[Hashable, Entry] = {}
+        self._closed = False
+
+    def state(self, key: Hashable) -> State:
+        """Tell where a key stands."""
+        entry = self._entries.get(key)
+        return State.COLD if entry is None else entry.state
+
+    def entry(self, key: Hashable) -> Entry:
+        """Give all that is known of a key."""
+        return self._entries.get(key) or Entry()
+
+    def has_result(self, key: Hashable) -> bool:
+        """Tell whether a key has a static result."""
+        return self.entry(key).has_result
+
+    def cause(self, key: Hashable) -> str | None:
+        """Say why a key is quarantined."""
+        return self.entry(key).cause
+
+    def result(self, key: Hashable) -> Any:
+        """Give a key's static result, None while it is COLD."""
+        return self.entry(key).result
+
+    def capture(self, views: Mapping[Hashable, Any]) -> list[Hashable]:
+        """Warm up and record every key, in the order given; return those that were recorded.
+
+        All keys warm up before the first is recorded, so that whatever a prep memoises or grows is
+        in place. Values in the slots are the caller's; give them worst-case ones.
+
+        Raises:
+            CaptureError: no key could be recorded, or one is recorded already.
+
+        Sync: the device, once between warm-ups and recording. Capturable: no.
+        """
+        self._check_open()
+        if taken := [key for key in views if self.state(key) is State.CAPTURED]:
+            raise CaptureError(f"{self.name!r}: keys {taken} are recorded already; reset() first")
+        with self._recorder.session():
+            for key, view in views.items():
+                self.warm(key, view)
+            self._recorder.finish()
+            recorded = [key for key in views if self.record(key)]
+        if views and not recorded:
+            cause = self.cause(next(iter(views)))
+            raise CaptureError(f"{self.name!r}: no key could be recorded; the first cause: {cause}")
+        return recorded
+
+    def run(self, key: Hashable, *args: Any) -> Any:
+        """Replay a key if it is recorded, else call the prep; return the key's static result.
+
+        Sync: none of its own. The arguments are used by the eager call only.
+        """
+        if self.state(key) is State.CAPTURED:
+            return self.replay(key)
+        return self.eager(key, *args)[0]
+
+    def replay(self, key: Hashable) -> Any:
+        """Replay a recorded key on the caller's current stream; no Python of the prep runs. Sync: none."""
+        self._check_open()
+        entry = self._entries.get(key)
+        if entry is None or entry.state is not State.CAPTURED or entry.recording is None:
+            raise CaptureError(f"{self.name!r}: key {key} is {self.state(key).value}; capture it, or use run()")
+        entry.recording.replay()
+        return entry.result
+
+    def eager(self, key: Hashable, *args: Any) -> tuple[Any, str | None]:
+        """Call the prep and write its result into the key's static one.
+
+        Returns:
+            The static result and None; or, where structure, shape, dtype or a plain leaf differ
+            from the captured ones, the fresh result and how it differs: nothing that reads the
+            static one may be replayed then.
+
+        Sync: none of its own.
+        """
+        self._check_open()
+        with torch.no_grad():
+            fresh = self._prep(*args)
+        entry = self._entries.get(key)
+        if entry is None or not entry.has_result:
+            return fresh, None
+        changed = trees.difference(entry.result, fresh)
+        if changed is None:
+            _copy_into(entry.result, fresh)
+            return entry.result, None
+        return fresh, changed
+
+    def warm(self, key: Hashable, *args: Any, live_args: tuple[Any, ...] | None = None, keep: bool = True) -> Any:
+        """Run the prep for real; return the key's static result.
+
+        The first run's result becomes the static one, later runs write into it. A failure
+        quarantines the key; its static result, if it has one, stays.
+
+        Args:
+            key: the key.
+            args: what the prep is called with now.
+            live_args: what it will be recorded with, if that differs (``args`` may hold clones).
+            keep: give the key a static result; off where nothing reads it before it is recorded.
+
+        Raises:
+            ContractError: the prep did not keep its declaration; every key would fail alike.
+        """
+        self._check_open()
+        entry = self._entries.setdefault(key, Entry())
+        entry.args = args if live_args is None else live_args
+        try:
+            with torch.no_grad():
+                fresh = self._prep(*args)
+            self._check_result(fresh, args)
+            if keep:
+                self._keep_result(key, entry, fresh, args)
+        except Exception as error:
+            self._quarantine(key, entry, error)
+            if isinstance(error, ContractError):
+                raise
+            return entry.result
+        if entry.state in (State.COLD, State.QUARANTINED):
+            entry.state = State.WARM
+        return entry.result
+
+    def record(self, key: Hashable, *args: Any, strict: bool = True) -> bool:
+        """Record a warm key; tell whether it worked. A failure quarantines the key.
+
+        Must run inside the recorder's session, after ``finish()``. A new recording brings a new
+        static result: whatever read the old one must be recorded again.
+
+        Args:
+            key: the key.
+            args: what to record with; what the key warmed up with by default.
+            strict: see ``Recorder.record``.
+        """
+        self._check_open()
+        entry = self._entries[key]
+        if entry.state is not State.WARM:
+            return entry.state is State.CAPTURED
+        begin, entry.args = time.perf_counter(), args or entry.args
+        try:
+            recording = self._recorder.record(lambda: self._recorded(entry.args), strict=strict)
+            changed = trees.difference(entry.result, recording.outputs) if entry.has_result else None
+            if changed:
+                recording.close()
+                raise CaptureError(f"{self.name!r} at {key}: recorded another result than it warmed up to: {changed}")
+        except CaptureError as error:
+            self._quarantine(key, entry, error)
+            return False
+        entry.recording, entry.result, entry.has_result = recording, recording.outputs, True
+        entry.state, entry.cause = State.CAPTURED, None
+        entry.capture_seconds, entry.num_bytes = time.perf_counter() - begin, recording.num_bytes
+        logger.info("captured %s at %s: %.3f s, %d bytes", self.name, key, entry.capture_seconds, entry.num_bytes)
+        return True
+
+    def quarantine(self, key: Hashable, cause: str) -> None:
+        """Send a key to the eager fallback until ``maintain()`` repairs it; its static result stays."""
+        self._quarantine(key, self._entries.setdefault(key, Entry()), CaptureError(cause))
+
+    def maintain(self) -> list[Hashable]:
+        """Retry every quarantined key; return those that are recorded now. Never called by a replay.
+
+        Sync: the device.
+        """
+        self._check_open()
+        keys = [key for key, entry in self._entries.items() if entry.state is State.QUARANTINED and entry.args]
+        with self._recorder.session():
+            for key in keys:
+                self.warm(key, *self._entries[key].args)
+            self._recorder.finish()
+            return [key for key in keys if self.record(key)]
+
+    def drop(self, key: Hashable) -> None:
+        """Forget a key; it is COLD again."""
+        entry = self._entries.pop(key, None)
+        if entry is not None and entry.recording is not None:
+            entry.recording.close()
+
+    def reset(self) -> None:
+        """Forget every key. The caller makes sure that none of them still runs."""
+        for key in list(self._entries):
+            self.drop(key)
+
+    def close(self) -> None:
+        """Forget every key and refuse further use; calling it twice is fine."""
+        self.reset()
+        self._closed = True
+
+    def _recorded(self, args: tuple[Any, ...]) -> Any:
+        with torch.no_grad():
+            return _owned(self._prep(*args), args)
+
+    def _keep_result(self, key: Hashable, entry: Entry, fresh: Any, args: tuple[Any, ...]) -> None:
+        if not entry.has_result:
+            entry.result, entry.has_result = _owned(fresh, (*args, *entry.args)), True
+        elif changed := trees.difference(entry.result, fresh):
+            raise CaptureError(f"{self.name!r} at {key}: two runs at one key returned different results: {changed}")
+        else:
+            _copy_into(entry.result, fresh)
+
+    def _check_result(self, result: Any, args: tuple[Any, ...]) -> None:
+        trees.check_leaves(result, f"prep {self.name!r}")
+        view = args[0] if args else None
+        if self.contract is not None and isinstance(view, View):
+            axes = self.contract.outputs
+            trees.check_rows(result, axes, view.bucket.requests, view.bucket.tokens, f"prep {self.name!r}")
+
+    def _quarantine(self, key: Hashable, entry: Entry, error: Exception) -> None:
+        entry.state, entry.cause = State.QUARANTINED, f"{type(error).__name__}: {error}"
+        logger.warning("%s at %s goes eager until maintain() repairs it: %s", self.name, key, entry.cause)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"the cache of {self.name!r} was closed; build another one")
+
+
+def _owned(result: Any, args: tuple[Any, ...]) -> Any:
+    """Copy leaves that lie in a slot or table: each key owns its result, and the fallback writes into it."""
+    borrowed = {tensor.untyped_storage().data_ptr() for arg in args for tensor in _tensors_of(arg)}
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if tensor.untyped_storage().data_ptr() in borrowed else tensor
+
+    return trees.map_tensors(own, result)
+
+
+def _tensors_of(arg: Any) -> list[torch.Tensor]:
+    if isinstance(arg, View):
+        return [*(arg[name] for name in arg), *(arg.tables[name] for name in arg.tables)]
+    leaves = trees.flatten(vars(arg) if hasattr(arg, "__dict__") else arg)[0]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _copy_into(static: Any, fresh: Any) -> None:
+    # Inside inference mode, because a static tensor captured there refuses writes from outside it.
+    with torch.inference_mode():
+        for target, source in zip(trees.flatten(static)[0], trees.flatten(fresh)[0]):
+            if isinstance(target, torch.Tensor) and target is not source:
+                target.copy_(source)

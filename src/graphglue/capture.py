@@ -1,0 +1,228 @@
+"""The capture of a runner's keys: warm every one up, then record them, the largest first."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from graphglue.cache import GlueGraphCache
+from graphglue.core.contract import GENERIC, PrepContract
+from graphglue.core.keys import Key
+from graphglue.core.routing import PrepFacts, Route, State
+from graphglue.core.view import View
+from graphglue.device.arena import Arena
+from graphglue.graphs.base import Recorder
+from graphglue.registry import Registration
+
+logger = logging.getLogger("graphglue")
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureHooks:
+    """Let an engine stand around the capture.
+
+    Args:
+        session: ``session()`` gives a context manager around the whole capture (custom all-reduce
+            registers its addresses when it ends). Nothing captured is launched before it has exited.
+        key: ``key(key)`` gives a context manager around the recording of each key.
+        pool: the engine's own memory pool.
+        stream: the engine's own capture stream.
+    """
+
+    session: Callable[[], AbstractContextManager[Any]] | None = None
+    key: Callable[[Key], AbstractContextManager[Any]] | None = None
+    pool: Any = None
+    stream: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One prep of a runner: what was registered, where it is recorded, what the config says of it."""
+
+    registration: Registration
+    cache: GlueGraphCache
+    glue: str
+    generic_glue: bool
+    certified: bool | None
+
+    @property
+    def name(self) -> str:
+        """The prep's name."""
+        return self.registration.name
+
+    @property
+    def declared(self) -> PrepContract:
+        """The contract, or what a prep without one counts as."""
+        return self.registration.contract or GENERIC
+
+    def facts(self, key: Key) -> PrepFacts:
+        """Give what the router knows of this prep at a key."""
+        return PrepFacts(
+            self.registration.contract, self.cache.state(key), self.glue, self.generic_glue, self.certified
+        )
+
+    def run(self, route: Route, key: Key, view: View) -> tuple[Any, str | None]:
+        """Run the prep on its route; return its metadata, and how it differs from what a graph reads."""
+        if route is Route.GLUE:
+            return self.cache.replay(key), None
+        if route is Route.SKIP:
+            return self.cache.result(key), None
+        return self.cache.eager(key, view)
+
+    def may_glue(self, key: Key, ragged: bool) -> bool:
+        """Tell whether any step at this key could be glued, so that recording it is of use."""
+        declared = self.declared
+        allowed = self.registration.contract is not None or self.generic_glue
+        fits = key.mode in declared.modes and (declared.ragged or not ragged)
+        return allowed and declared.host_free and self.glue != "off" and self.certified is not False and fits
+
+
+class Views:
+    """Build and keep the views of each key: one per prep, and the forward's."""
+
+    def __init__(self, arena: Arena, tables: dict[str, torch.Tensor], units: Sequence[Unit]) -> None:
+        self._arena, self._tables, self._units = arena, tables, units
+        self._kept: dict[Key, tuple[list[View], View]] = {}
+
+    def of(self, key: Key) -> tuple[list[View], View]:
+        """Give the preps' views and the forward's view over the static slots at a key."""
+        found = self._kept.get(key)
+        if found is None:
+            found = self._kept[key] = self.over(self._arena.targets(key.bucket), key)
+        return found
+
+    def over(self, slots: dict[str, torch.Tensor], key: Key) -> tuple[list[View], View]:
+        """Build the views over other tensors than the static slots."""
+        forward = View(slots, self._tables, key.bucket, key.mode, key.variant, "the forward")
+        return [self.prep_view(unit, slots, self._tables, key) for unit in self._units], forward
+
+    def prep_view(self, unit: Unit, slots: dict[str, torch.Tensor], tables: dict[str, torch.Tensor], key: Key) -> View:
+        """Build a prep's view: its declared reads and tables only."""
+        contract = unit.registration.contract
+        reads = slots if contract is None else {name: slots[name] for name in contract.reads}
+        seen = tables if contract is None else {name: tables[name] for name in contract.tables}
+        return View(reads, seen, key.bucket, key.mode, key.variant, f"prep {unit.name!r}")
+
+    def clear(self) -> None:
+        """Forget all views; a table was replaced."""
+        self._kept.clear()
+
+
+class Capture:
+    """Warm up and record keys, for all preps and the forward of a runner."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        units: Sequence[Unit],
+        forward: GlueGraphCache | None,
+        views: Views,
+        tables: dict[str, torch.Tensor],
+        recorder: Recorder,
+        hooks: CaptureHooks,
+        *,
+        join: Callable[[list[Any]], Any],
+        warmups: int,
+    ) -> None:
+        self._arena, self._units, self._forward, self._views = arena, units, forward, views
+        self._tables, self._recorder, self._hooks = tables, recorder, hooks
+        self._join, self._warmups = join, warmups
+
+    def run(self, keys: Sequence[Key], progress: bool | None = None) -> list[Key]:
+        """Capture keys in the order given; return those with a recorded prep or forward.
+
+        All keys warm up before the first is recorded, so that what a prep or forward grows or
+        memoises is in place; the slots hold their capture values before every run.
+
+        Raises:
+            ContractError: a prep or forward does not keep what it declared.
+
+        Sync: the device, once.
+        """
+        logger.info("capture of %d keys begins", len(keys))
+        begin = time.perf_counter()
+        session = self._hooks.session() if self._hooks.session else nullcontext()
+        with session, self._recorder.session(), self._bar(2 * len(keys), progress) as bar:
+            for key in keys:
+                self._show(bar, "warm-up", key)
+                self._warm(key)
+            self._recorder.finish()
+            for key in keys:
+                self._show(bar, "capture", key)
+                with self._hooks.key(key) if self._hooks.key else nullcontext():
+                    self._record(key)
+        recorded = [key for key in keys if self.captured(key)]
+        logger.info("capture ends: %d of %d keys, %.2f s", len(recorded), len(keys), time.perf_counter() - begin)
+        return recorded
+
+    def captured(self, key: Key) -> bool:
+        """Tell whether anything of a key replays."""
+        caches = [unit.cache for unit in self._units] + ([self._forward] if self._forward else [])
+        return any(cache.state(key) is State.CAPTURED for cache in caches)
+
+    def missing(self, key: Key) -> bool:
+        """Tell whether anything of a key that could be recorded is not."""
+        preps = [unit.cache for unit in self._units if self._may_glue(unit, key)]
+        caches = preps + ([self._forward] if self._forward else [])
+        return any(cache.state(key) is not State.CAPTURED for cache in caches)
+
+    def _warm(self, key: Key) -> None:
+        if self._forward is not None and any(
+            self._may_glue(unit, key) and unit.cache.state(key) is not State.CAPTURED for unit in self._units
+        ):
+            self._forward.drop(key)  # its graph reads metadata that is about to move
+        for _ in range(self._warmups):
+            self._arena.fill_capture(key.bucket)
+            views, forward_view = self._views.of(key)
+            for unit, view in zip(self._units, views):
+                self._warm_prep(unit, key, view)
+            if self._forward is None or self._forward.state(key) is State.CAPTURED:
+                continue
+            if failed := [unit for unit in self._units if not unit.cache.has_result(key)]:
+                cause = failed[0].cache.cause(key)
+                self._forward.quarantine(key, f"prep {failed[0].name!r} gave it no metadata: {cause}")
+            else:
+                self._forward.warm(key, forward_view, self._metadata(key), keep=False)
+
+    def _warm_prep(self, unit: Unit, key: Key, view: View) -> None:
+        """Run a prep for real; one with effects runs on clones of the tables it changes."""
+        live = view
+        if effects := unit.declared.effects:
+            tables = {name: t.clone() if name in effects else t for name, t in self._tables.items()}
+            view = self._views.prep_view(unit, self._arena.targets(key.bucket), tables, key)
+        if unit.cache.state(key) is State.CAPTURED:
+            unit.cache.eager(key, view)
+        else:
+            unit.cache.warm(key, view, live_args=(live,))
+
+    def _record(self, key: Key) -> None:
+        self._arena.fill_capture(key.bucket)
+        for unit in self._units:
+            if self._may_glue(unit, key):
+                unit.cache.record(key, strict=not unit.declared.compile)
+        if self._forward is not None and self._forward.state(key) is State.WARM:
+            _, view = self._views.of(key)
+            # The forward is the engine's own code, compiled inside for all we know: not strict.
+            self._forward.record(key, view, self._metadata(key), strict=False)
+
+    def _metadata(self, key: Key) -> Any:
+        return self._join([unit.cache.result(key) for unit in self._units])
+
+    def _may_glue(self, unit: Unit, key: Key) -> bool:
+        return unit.may_glue(key, ragged=key.row_tokens == 0 and not self._arena.space.counts_tokens)
+
+    def _bar(self, total: int, progress: bool | None) -> tqdm:
+        return tqdm(total=total, disable=None if progress is None else not progress, unit="key", leave=False)
+
+    def _show(self, bar: tqdm, what: str, key: Key) -> None:
+        free = self._arena.device.free_bytes()
+        memory = "" if free is None else f", {free / 2**30:.1f} GiB free"
+        bar.set_description(f"{what} {key.mode.value} {key.requests}x{key.tokens}{memory}", refresh=False)
+        bar.update()

@@ -1,0 +1,112 @@
+"""The command line. ``graphglue demo`` serves a small model, and checks every step it serves."""
+
+from __future__ import annotations
+
+import enum
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from graphglue import demo as demonstration
+from graphglue.demo import DemoResult
+from graphglue.errors import ConfigError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
+
+
+class Device(str, enum.Enum):
+    """Where to run: auto takes CUDA where there is a GPU."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+@app.callback()
+def graphglue() -> None:
+    """Glue a decode step's fill, metadata prep and forward into CUDA-graph replay."""
+
+
+@app.command()
+def demo(
+    trace: Annotated[
+        Path | None, typer.Option(help="CSV of arrivals: TIMESTAMP, ContextTokens, GeneratedTokens.")
+    ] = None,
+    device: Annotated[Device, typer.Option(help="auto takes CUDA where there is a GPU.")] = Device.AUTO,
+    requests: Annotated[int, typer.Option(min=1, help="How many requests to serve.")] = 96,
+    seed: Annotated[int, typer.Option(help="Seeds arrivals, prompts and weights.")] = 0,
+    json: Annotated[Path | None, typer.Option(help="Also write the result to this file.")] = None,
+) -> None:
+    """Serve a small transformer through graphglue, and compare every step with its eager twin.
+
+    Exits with 1 if any metadata tensor or sampled token differs, with 2 if the demo can not run.
+    """
+    if json is not None and not json.absolute().parent.is_dir():
+        raise typer.BadParameter(f"{json.absolute().parent} is no directory", param_hint="--json")
+    try:
+        with tqdm(total=requests, desc="requests", unit="req", disable=None, leave=False) as bar:
+            result = demonstration.run(trace, device.value, requests, seed, on_finish=bar.update)
+    except ConfigError as error:
+        typer.echo(f"graphglue demo: {error}", err=True)
+        raise typer.Exit(2) from error
+    if json is not None:
+        result.write_json(json)
+    _print(result, Console(soft_wrap=True))
+    raise typer.Exit(0 if result else 1)
+
+
+def _print(result: DemoResult, console: Console) -> None:
+    say = partial(console.print, highlight=False, markup=False)
+    say(f"device    {result.device}, {result.dtype}, torch {result.torch_version}")
+    say(f"arrivals  {result.arrivals}; {result.fitting}")
+    say(
+        f"served    {result.num_requests} requests, {result.num_prompt_tokens} prompt tokens read, "
+        f"{result.num_tokens} generated in {result.num_steps} steps of up to {result.largest_batch} requests"
+    )
+    console.print(_routes(result))
+    say(f"padded    {result.padded_share:.1%} of the rows of steps with requests")
+    say(f"host time {_times(result)}")
+    say(f"compared  {_compared(result)}")
+    verdict = "bold green" if result else "bold red"
+    console.print(f"[{verdict}]{result.num_differences} differences[/]", highlight=False)
+    if result.differences:
+        console.print(_differences(result))
+
+
+def _routes(result: DemoResult) -> Table:
+    table = Table("prep", "forward", "reason", title="steps by route and reason", title_justify="left")
+    table.add_column("steps", justify="right")
+    for way in result.routes:
+        table.add_row(way.prep, way.forward, way.reason, str(way.num_steps))
+    return table
+
+
+def _times(result: DemoResult) -> str:
+    if result.glued_us is None or result.eager_us is None:
+        return "no step was replayed whole, so there is none to tell"
+    return (
+        f"glued {result.glued_us:.0f} us a step, eager {result.eager_us:.0f} us "
+        "(medians over the steps that were replayed whole)\n"
+        f"          {result.timing_note}"
+    )
+
+
+def _compared(result: DemoResult) -> str:
+    text = f"{result.num_tensors_compared} tensors bit for bit, {result.num_tokens_compared} sampled tokens"
+    if result.num_tokens_compared_unpadded:
+        text += f", {result.num_tokens_compared_unpadded} tokens with unpadded decoding"
+    return text
+
+
+def _differences(result: DemoResult) -> Table:
+    columns = ("step", "tensor", "row", "glued", "expected")
+    table = Table(*columns, title="the first of them", title_justify="left")
+    for found in result.differences:
+        row = "shape" if found.row is None else str(found.row)
+        table.add_row(str(found.step), found.name, row, found.glued, found.expected)
+    return table

@@ -1,0 +1,75 @@
+"""RunnerConfig: everything about a runner that is a plain value."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from graphglue.core.batch import Mode
+from graphglue.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "GRAPHGLUE_"
+_FROM_ENVIRONMENT = ("enabled", "padding", "waste_limit", "generic_glue", "certificate", "clone_outputs", "warmups")
+
+
+class RunnerConfig(BaseModel):
+    """Configure a runner. Frozen; unknown keys are refused.
+
+    A field of a plain kind that is not given is read from the environment, for example
+    ``GRAPHGLUE_ENABLED=0`` or ``GRAPHGLUE_WASTE_LIMIT=2``.
+
+    Args:
+        enabled: off sends every prep and forward to the eager route.
+        padding: off runs a batch that is no bucket exactly at its own extents, eagerly.
+        waste_limit: largest bucket tokens / real tokens; by default 2 in EXTEND, none elsewhere.
+        generic_glue: glue preps without a contract, on unpadded DECODE replays with no feature active.
+        glue: per prep: "on", "unpadded" (never on padded replays) or "off".
+        certificate: "require" glues no prep without a valid certificate.
+        clone_outputs: return copies that later replays do not rewrite.
+        max_requests: request rows where the ladder counts tokens (EXTEND).
+        modes: the modes to capture; by default all that the contracts declare.
+        warmups: real runs of each key before it is recorded.
+
+    Raises:
+        ConfigError: an unknown key or a value of the wrong kind.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    enabled: bool = True
+    padding: bool = True
+    waste_limit: float | None = Field(default=None, ge=1.0)
+    generic_glue: bool = False
+    glue: dict[str, Literal["on", "unpadded", "off"]] = {}
+    certificate: Literal["off", "require"] = "off"
+    clone_outputs: bool = False
+    max_requests: int | None = Field(default=None, ge=1)
+    modes: frozenset[Mode] | None = None
+    warmups: int = Field(default=2, ge=1)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _say_config_error(cls, values: Any, handler: Any) -> Any:
+        if isinstance(values, dict):
+            values = {**_environment(), **values}
+        try:
+            return handler(values)
+        except ValidationError as error:
+            faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            raise ConfigError(f"RunnerConfig is not usable: {faults}; known are {sorted(cls.model_fields)}") from error
+
+    def waste_limit_in(self, mode: Mode) -> float:
+        """Give the waste limit of a mode; 0 for none.
+
+        Source: the leading engine's guard, bucket > 2 x tokens, for prefill only.
+        """
+        if self.waste_limit is not None:
+            return self.waste_limit
+        return 2.0 if mode is Mode.EXTEND else 0.0
+
+
+def _environment() -> dict[str, str]:
+    names = {field: ENVIRONMENT_PREFIX + field.upper() for field in _FROM_ENVIRONMENT}
+    return {field: os.environ[name] for field, name in names.items() if name in os.environ}

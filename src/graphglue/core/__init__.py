@@ -1,0 +1,1 @@
+"""Values and decisions. Nothing here touches a device."""

@@ -1,0 +1,105 @@
+"""Buckets and ladders: the padded extents that graphs are captured at."""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from graphglue.errors import ConfigError
+
+
+class Bucket(NamedTuple):
+    """Extents of a step, raw or captured.
+
+    ``row_tokens`` is the width that all requests share; 0 where requests differ (ragged, EXTEND).
+    """
+
+    requests: int
+    tokens: int
+    row_tokens: int
+
+
+class Ladder:
+    """Hold the ordered sizes that graphs are captured at: requests, or tokens for EXTEND.
+
+    A list that is unsorted or repeats itself is put in order once, here. One that is empty, or has
+    a size that is not a positive integer, is refused.
+
+    Args:
+        sizes: the sizes in any order, or a ladder.
+
+    Raises:
+        ConfigError: empty, zero, negative or non-integer sizes.
+    """
+
+    __slots__ = ("sizes",)
+
+    sizes: tuple[int, ...]
+
+    def __init__(self, sizes: Iterable[int]) -> None:
+        object.__setattr__(self, "sizes", tuple(sorted({_checked_size(size) for size in _iterated(sizes)})))
+        if not self.sizes:
+            raise ConfigError("ladder []: expected at least one size; give the batch sizes to capture")
+
+    @property
+    def smallest(self) -> int:
+        """The smallest size."""
+        return self.sizes[0]
+
+    @property
+    def largest(self) -> int:
+        """The largest size."""
+        return self.sizes[-1]
+
+    def cover(self, count: int) -> int | None:
+        """Give the smallest size that holds ``count``, or None above the largest."""
+        position = bisect_left(self.sizes, count)
+        return self.sizes[position] if position < len(self.sizes) else None
+
+    def aligned(self, multiple: int) -> Ladder:
+        """Round every size up to a multiple; sizes that meet become one. Idempotent."""
+        step = _checked_size(multiple)
+        return Ladder(-(-size // step) * step for size in self.sizes)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"a Ladder does not change; build another one to set {name!r}")
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.sizes)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __contains__(self, size: object) -> bool:
+        return size in self.sizes
+
+    def __eq__(self, other: object) -> bool:
+        return self.sizes == other.sizes if isinstance(other, Ladder) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.sizes)
+
+    def __repr__(self) -> str:
+        return f"Ladder({list(self.sizes)})"
+
+
+def _iterated(sizes: Any) -> Iterable[Any]:
+    if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Iterable):
+        raise ConfigError(f"ladder {sizes!r}: expected a list of positive integers, such as [1, 2, 4, 8]")
+    return sizes
+
+
+def _checked_size(size: Any) -> int:
+    try:
+        if isinstance(size, bool):
+            raise TypeError
+        number = operator.index(size)
+    except TypeError:
+        raise ConfigError(
+            f"ladder size {size!r} ({type(size).__name__}): expected a positive integer; convert it first"
+        ) from None
+    if number < 1:
+        raise ConfigError(f"ladder size {number}: expected a positive integer; an IDLE step needs no size of its own")
+    return number

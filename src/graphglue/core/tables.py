@@ -1,0 +1,104 @@
+"""Tables: persistent tensors that preps read, and the check that they did not move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from graphglue.core.slots import Slot
+from graphglue.errors import ConfigError, ContractError, StaleTableError
+
+TableSource = torch.Tensor | Callable[[], torch.Tensor]
+
+
+class Place(NamedTuple):
+    """Where a tensor lies, as captured graphs remember it."""
+
+    address: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Place:
+        """Read a tensor's place."""
+        return cls(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{hex(self.address)} {dtype}{list(self.shape)} strides {list(self.stride)}"
+
+
+class Tables:
+    """Hold a runner's tables: tensors, or callables that return the engine's current one.
+
+    Args:
+        sources: name -> tensor, or a callable without arguments for an engine that replaces it.
+        device: where they must be.
+
+    Raises:
+        ConfigError: something that is no tensor, or a tensor elsewhere.
+    """
+
+    def __init__(self, sources: Mapping[str, TableSource], device: torch.device) -> None:
+        self._device = device
+        self._sources: dict[str, TableSource] = {}
+        self._places: dict[str, Place] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        for name, source in sources.items():
+            self.bind(name, source)
+
+    def bind(self, name: str, source: TableSource) -> None:
+        """Take a table in, or replace it."""
+        tensor = source if isinstance(source, torch.Tensor) else _called(name, source)
+        if tensor.device != self._device:
+            raise ConfigError(f"table {name!r} is on {tensor.device}, expected {self._device}; move it first")
+        self._sources[name], self.tensors[name], self._places[name] = source, tensor, Place.of(tensor)
+
+    def check(self) -> None:
+        """Compare every table with what was captured: address, shape, stride, dtype. Sync: none.
+
+        Raises:
+            StaleTableError: one of them moved.
+        """
+        for name, source in self._sources.items():
+            tensor = source if isinstance(source, torch.Tensor) else _called(name, source)
+            if (place := Place.of(tensor)) != self._places[name]:
+                raise StaleTableError(
+                    f"table {name!r} moved: captured graphs read {self._places[name]}, it is {place} now; "
+                    f"call rebind_table({name!r}, tensor) and maintain(), or put the old one back"
+                )
+
+
+def _called(name: str, source: Any) -> torch.Tensor:
+    tensor = source() if callable(source) else source
+    if not isinstance(tensor, torch.Tensor):
+        seen = type(tensor).__name__
+        raise ConfigError(f"table {name!r} is a {seen}; expected a tensor, or a callable returning one")
+    return tensor
+
+
+def check_indices(slots: Iterable[Slot], tables: Mapping[str, torch.Tensor]) -> None:
+    """Check that what pads an index slot is a row of the table it indexes.
+
+    Raises:
+        ContractError: an unknown table, or a pad, idle or capture value beyond its rows.
+    """
+    for slot in slots:
+        if slot.index_of is None:
+            continue
+        if slot.index_of not in tables:
+            raise ContractError(
+                f"slot {slot.name!r} indexes table {slot.index_of!r}, which was not handed in; "
+                f"tables are {sorted(tables)}"
+            )
+        rows = tables[slot.index_of].shape[0] if tables[slot.index_of].dim() else 0
+        for what in ("pad", "idle", "capture"):
+            value = getattr(slot, what)
+            if isinstance(value, (bool, int, float)) and not 0 <= value < rows:
+                raise ContractError(
+                    f"slot {slot.name!r}: {what} {value} is no row of table {slot.index_of!r}, which has {rows}; "
+                    "padded rows would read or write elsewhere: choose a reserved row"
+                )

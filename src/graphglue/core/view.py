@@ -1,0 +1,80 @@
+"""Views: what a prep and a forward see of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from graphglue.core.batch import Mode
+from graphglue.core.buckets import Bucket
+from graphglue.errors import ContractError
+
+
+class Fields(Mapping[str, torch.Tensor]):
+    """Read tensors by attribute or by name; binding another tensor to a name is refused."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], reader: str) -> None:
+        self.__dict__.update(tensors)
+        self.__dict__["_names"] = tuple(tensors)
+        self.__dict__["_reader"] = reader
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name in self._names:
+            return self.__dict__[name]
+        raise self._unknown(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # protocols probe for these (copy, pickle, arrays)
+            raise AttributeError(name)
+        raise self._unknown(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise ContractError(
+            f"{self._reader} bound another tensor to {name!r}: captured graphs read the address it has now; "
+            f"write into it instead, for example view.{name}.copy_(...)"
+        )
+
+    def _unknown(self, name: str) -> ContractError:
+        return ContractError(
+            f"{self._reader} read {name!r}, which it did not declare; declared are {sorted(self._names)}: "
+            "add it to the contract"
+        )
+
+
+class View(Fields):
+    """See one step's slots, at exactly the bucket's extents, and its tables.
+
+    A prep's view has its declared reads and tables only; a forward's has all. There is no raw
+    count here: one captured prep serves every raw count of its bucket.
+
+    Attributes:
+        bucket: the extents of every slot.
+        mode: what the step computes.
+        variant: the batch's variant; part of the key.
+        tables: the tables, by attribute or name.
+    """
+
+    tables: Fields
+    bucket: Bucket
+    mode: Mode
+    variant: Any
+
+    def __init__(
+        self,
+        slots: Mapping[str, torch.Tensor],
+        tables: Mapping[str, torch.Tensor],
+        bucket: Bucket,
+        mode: Mode = Mode.DECODE,
+        variant: Any = None,
+        reader: str = "the view's reader",
+    ) -> None:
+        super().__init__(slots, reader)
+        self.__dict__.update(tables=Fields(tables, reader), bucket=bucket, mode=mode, variant=variant)

@@ -1,0 +1,1 @@
+"""The only place that touches a device: slot storage, the fill, streams."""

@@ -1,0 +1,457 @@
+"""The Runner: one padded decode step after the other, each sent to the glue graph or the eager fallback."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from graphglue.cache import GlueGraphCache
+from graphglue.capture import Capture, CaptureHooks, Unit, Views
+from graphglue.config import RunnerConfig
+from graphglue.core import trees
+from graphglue.core.batch import Batch, extents_of
+from graphglue.core.binding import Write
+from graphglue.core.buckets import Bucket, Ladder
+from graphglue.core.contract import GENERIC, check_contracts
+from graphglue.core.keys import Key, KeySpace
+from graphglue.core.routing import Decision, Reason, Route, State, StepFacts, route
+from graphglue.core.slots import Slot
+from graphglue.core.tables import Tables, TableSource, check_indices
+from graphglue.core.view import View
+from graphglue.device.arena import Arena, over_capacity
+from graphglue.errors import (
+    BindError,
+    CaptureError,
+    ClosedError,
+    ConfigError,
+    ContractError,
+    GraphGlueError,
+)
+from graphglue.graphs.base import Recorder
+from graphglue.ledger import Ledger
+from graphglue.registry import Prep, Registration, Registry
+from graphglue.step import Outputs, Prepared, Step, checked_axes
+
+
+class Runner:
+    """Serve decode steps by replaying graphs captured per bucket.
+
+    Args:
+        slots: the static tensors that prep and forward read.
+        ladder: the sizes to capture, in requests (in tokens for EXTEND).
+        prep: the metadata prep: a registered name, a callable, or a list of either.
+        forward: ``forward(view, metadata) -> tensors``; None for an engine that owns its forward.
+        tables: name -> persistent tensor that preps read, or a callable returning the current one.
+        registry: where names are looked up; None for the preps that ship with graphglue.
+        device: "cpu" (the tape: for truth, not for speed) or a CUDA device.
+        tokens_per_request: token rows per request.
+        variants: the forward variants to capture (``Batch.variant``).
+        output_axes: leaf of the forward's outputs -> token, request, fixed or bucket (not
+            narrowed); None when dim 0 of every output is tokens.
+        ranks: a rank group; None for a runner that agrees with nobody.
+        hooks: context managers around the capture, the engine's own pool and stream.
+        recorder: records instead of the device's own recorder.
+        config: everything that is a plain value.
+
+    Raises:
+        ContractError: a contract that does not fit the slots, tables or other contracts.
+        ConfigError: slots, ladder, device or config that are not usable.
+
+    A runner serves one thread at a time; a second one is refused. ``close()`` it, or use it as a
+    context manager.
+    """
+
+    def __init__(
+        self,
+        *,
+        slots: Iterable[Slot],
+        ladder: Ladder | Iterable[int],
+        prep: str | Prep | Iterable[str | Prep],
+        forward: Callable[[View, Any], Any] | None = None,
+        tables: Mapping[str, TableSource] | None = None,
+        registry: Registry | None = None,
+        device: torch.device | str = "cpu",
+        tokens_per_request: int = 1,
+        variants: Iterable[Any] = (None,),
+        output_axes: Mapping[str, str] | str | None = None,
+        ranks: Any = None,
+        hooks: CaptureHooks | None = None,
+        recorder: Recorder | None = None,
+        config: RunnerConfig | None = None,
+    ) -> None:
+        if ranks is not None:
+            raise ConfigError("ranks: this version agrees with nobody; leave ranks out")
+        self.config = config or RunnerConfig()
+        self._output_axes = checked_axes(output_axes)
+        self._several = not (isinstance(prep, str) or callable(prep))
+        preps = [prep] if isinstance(prep, str) or callable(prep) else list(prep)
+        registrations = _resolve(preps, registry)
+        self.space = self._key_space(Ladder(ladder), tokens_per_request, variants, registrations)
+        self.arena = Arena(slots, self.space, device=device)
+        self._tables = Tables(tables or {}, self.arena.device.torch_device)
+        self._check_declarations(registrations, forward)
+        hooks = hooks or CaptureHooks()
+        recorder = recorder or self.arena.device.recorder(hooks.stream, hooks.pool)
+        self._units = [self._unit(registration, recorder) for registration in registrations]
+        self._run_forward = forward
+        self._forward = None if forward is None else GlueGraphCache(forward, recorder=recorder, name="forward")
+        self._views = Views(self.arena, self._tables.tensors, self._units)
+        self._capture = Capture(
+            self.arena, self._units, self._forward, self._views, self._tables.tensors, recorder, hooks,
+            join=self._join, warmups=self.config.warmups,
+        )  # fmt: skip
+        self._outputs: dict[Key, Outputs] = {}
+        self._wanted: tuple[Key, ...] = ()
+        self._ledger = Ledger()
+        self._turn = _Turn()
+        self._closed = False
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The buckets that are captured, the smallest first; before ``capture()`` those that will be."""
+        keys = self._wanted or self.space.keys()
+        return tuple(sorted({key.bucket for key in keys}))
+
+    def capture(self, buckets: Iterable[int | Bucket] | None = None, progress: bool | None = None) -> None:
+        """Capture every key of the ladder, or of some of its sizes, the largest first.
+
+        A key that fails is quarantined: it runs eagerly until ``maintain()`` repairs it.
+
+        Args:
+            buckets: sizes of the ladder, or buckets; all by default.
+            progress: show a bar; by default on a terminal.
+
+        Raises:
+            CaptureError: no key could be captured, or keys are captured already.
+            ContractError: a prep or forward does not keep what it declared.
+
+        Sync: the device, once. Capturable: no.
+        """
+        with self._turn:
+            self._check_open()
+            if any(self._capture.captured(key) for key in self._wanted):
+                raise CaptureError("keys are captured already; call reset() first, or maintain() to retry single ones")
+            self._wanted = self.space.keys(None if buckets is None else self._sizes(buckets))
+            if not self._capture_keys(self._wanted, progress):
+                raise CaptureError(f"no key could be captured; {self._first_cause()}")
+
+    def replay(self, batch: Batch, plan: Any = None) -> Step:
+        """Run one step and return its results, which the next replay rewrites.
+
+        Args:
+            batch: the step; its host sources may be overwritten as soon as this returns.
+            plan: what the ranks agreed on, for a runner with ranks.
+
+        Raises:
+            BindError: the batch does not fit the slots; nothing was written.
+            StaleTableError: a table moved; nothing was written.
+            CapacityError: the batch exceeds the ladder and there is no forward to run eagerly.
+
+        Sync: none of its own. Runs on the caller's current stream.
+        """
+        with self._turn:
+            raw, facts, decision = self._decide(batch, plan)
+            writes = self._bind(batch, raw, facts, decision)  # the last check: nothing is written before
+            views, forward_view = self._fill(writes, facts, decision)
+            metadata, decision = self._run_preps(decision, views)
+            outputs = self._run_model(decision, raw, forward_view, metadata)
+            self._ledger.note(decision, raw)
+            return Step(outputs, self._handed_out(metadata), decision, raw)
+
+    def can_replay(self, batch: Batch) -> Decision:
+        """Decide a step without running it: truthy when its forward replays as a graph.
+
+        Looks at the counts only, writes nothing and communicates with nobody. Sync: none.
+        """
+        self._check_open()
+        return self._route(batch, extents_of(batch, self.space.width))[1]
+
+    def prepare(self, batch: Batch) -> Prepared:
+        """Fill the slots and run the preps of one step, for an engine that owns its forward.
+
+        Raises:
+            BindError, StaleTableError: as ``replay``.
+            CapacityError: the batch exceeds the ladder or a slot; nothing was written.
+
+        Sync: none of its own. Runs on the caller's current stream.
+        """
+        with self._turn:
+            raw, facts, decision = self._decide(batch, None)
+            if facts.bucket is None:
+                raise over_capacity(raw, self.space)
+            writes = self._bind(batch, raw, facts, decision)
+            views, forward_view = self._fill(writes, facts, decision)
+            metadata, decision = self._run_preps(decision, views)
+            self._ledger.note(decision, raw)
+            return Prepared(forward_view, self._handed_out(metadata), decision, raw)
+
+    def view(self, bucket: int | Bucket) -> View:
+        """Show all slots and tables at a bucket, or at a size of the ladder."""
+        bucket = bucket if isinstance(bucket, Bucket) else self.space.bucket(bucket)
+        if not self.arena.fits(bucket):
+            raise over_capacity(bucket, self.space)
+        return View(self.arena.targets(bucket), self._tables.tensors, bucket, self.space.modes[0], None, "runner.view")
+
+    def rebind_table(self, name: str, table: TableSource) -> None:
+        """Replace a table and drop every key; ``maintain()`` captures them again. Sync: the device.
+
+        Raises:
+            ConfigError: an unknown name, or a table that is on another device.
+        """
+        with self._turn:
+            self._check_open()
+            if name not in self._tables.tensors:
+                raise ConfigError(f"table {name!r} is unknown; tables are {sorted(self._tables.tensors)}")
+            self._tables.bind(name, table)
+            check_indices(self.arena.slots.values(), self._tables.tensors)
+            self._drop_keys()
+            self._views.clear()
+
+    def maintain(self) -> list[Key]:
+        """Retry quarantined keys and capture missing ones; return those that are whole now.
+
+        Never called by a replay. Sync: the device.
+        """
+        with self._turn:
+            self._check_open()
+            keys = [key for key in self._wanted if self._capture.missing(key)]
+            if keys:
+                self._tables.check()
+                self._capture_keys(keys, progress=False)
+            return [key for key in keys if not self._capture.missing(key)]
+
+    def reset(self) -> None:
+        """Drop every key and its memory; steps run eagerly until ``capture()``. Sync: the device."""
+        with self._turn:
+            self._drop_keys()
+            self._wanted = ()
+
+    def close(self) -> None:
+        """Drop everything and refuse further use; calling it twice is fine. Sync: the device."""
+        if not self._closed:
+            self.reset()
+            self._closed = True
+
+    def stats(self) -> dict[str, Any]:
+        """Give the counters since construction and the state of every key, JSON-ready."""
+        return {**self._ledger.counters(), "keys": [self._key_stats(key) for key in self._wanted]}
+
+    def __enter__(self) -> Runner:
+        self._check_open()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # The step, in order.
+
+    def _decide(self, batch: Batch, plan: Any) -> tuple[Bucket, StepFacts, Decision]:
+        self._check_open()
+        if plan is not None:
+            raise ConfigError("replay(plan=...): this runner has no ranks to agree with; leave plan out")
+        self._tables.check()
+        raw = extents_of(batch, self.space.width)
+        facts, decision = self._route(batch, raw)
+        if facts.bucket is None and self._forward is None:
+            raise over_capacity(raw, self.space)
+        return raw, facts, decision
+
+    def _route(self, batch: Batch, raw: Bucket) -> tuple[StepFacts, Decision]:
+        bucket = self.space.cover(raw)
+        facts = StepFacts(
+            raw=raw,
+            bucket=bucket,
+            mode=batch.mode,
+            features=batch.features,
+            ragged=raw.row_tokens == 0 and raw.requests > 0 and not self.space.counts_tokens,
+            enabled=self.config.enabled,
+            padding=self.config.padding,
+            waste_limit=self.config.waste_limit_in(batch.mode),
+        )
+        key = Key(batch.mode, *(raw if facts.exact or bucket is None else bucket), None, batch.variant)
+        preps = {unit.name: unit.facts(key) for unit in self._units}
+        return facts, route(facts, preps, key, None if self._forward is None else self._forward.state(key))
+
+    def _bind(self, batch: Batch, raw: Bucket, facts: StepFacts, decision: Decision) -> list[Write]:
+        sources = batch.sources
+        for unit in self._units:
+            if unit.registration.plan is None or decision.preps[unit.name].route is Route.SKIP:
+                continue
+            planned = unit.registration.plan(batch, decision.bucket)
+            if twice := sorted(set(planned) & set(sources)):
+                raise BindError(
+                    f"slots {twice} come from the batch and from the plan of prep {unit.name!r}; leave one out"
+                )
+            sources = {**sources, **planned}
+        return self.arena.bind(sources, raw, decision.bucket)
+
+    def _fill(self, writes: list[Write], facts: StepFacts, decision: Decision) -> tuple[list[View], View]:
+        self.arena.device.enter_step()
+        if facts.bucket is None:  # more rows than the slots have: fresh tensors, the slots stay as they are
+            return self._views.over(self.arena.scratch(writes, decision.bucket), decision.key)
+        self.arena.write(writes, decision.bucket)
+        if facts.exact:
+            return self._views.over(self.arena.targets(decision.bucket), decision.key)
+        return self._views.of(decision.key)
+
+    def _run_preps(self, decision: Decision, views: list[View]) -> tuple[Any, Decision]:
+        results, changes = [], []
+        for unit, view in zip(self._units, views):
+            result, changed = unit.run(decision.preps[unit.name].route, decision.key, view)
+            if unit.registration.publish is not None:
+                unit.registration.publish(result)
+            results.append(result)
+            changes.append(changed)
+        if decision.forward is Route.GRAPH and any(changes):  # the graph reads the static metadata, which is old now
+            decision = replace(decision, forward=Route.EAGER, forward_reason=Reason.METADATA_CHANGED)
+        return self._join(results), decision
+
+    def _run_model(self, decision: Decision, raw: Bucket, view: View, metadata: Any) -> Any:
+        if self._forward is None or self._run_forward is None:
+            return None
+        if decision.forward is Route.GRAPH:
+            self._forward.replay(decision.key)
+            return self._handed_out(self._outputs[decision.key].real(raw))
+        with torch.no_grad():
+            outputs = self._run_forward(view, metadata)
+        return Outputs(outputs, self._output_axes, decision.bucket).real(raw)
+
+    # Around the step.
+
+    def _join(self, results: list[Any]) -> Any:
+        """Give one prep's metadata as it is, and that of a list by prep name."""
+        return {unit.name: result for unit, result in zip(self._units, results)} if self._several else results[0]
+
+    def _handed_out(self, tree: Any) -> Any:
+        return trees.map_tensors(torch.clone, tree) if self.config.clone_outputs else tree
+
+    def _capture_keys(self, keys: Iterable[Key], progress: bool | None) -> list[Key]:
+        try:
+            self.arena.device.enter_step()
+            recorded = self._capture.run(tuple(keys), progress)
+            for key in recorded:
+                if self._forward is not None and self._forward.state(key) is State.CAPTURED:
+                    self._outputs[key] = Outputs(self._forward.result(key), self._output_axes, key.bucket)
+        except BaseException:  # a broken declaration or an interrupt: no key is left half captured
+            self._drop_keys()
+            raise
+        return recorded
+
+    def _drop_keys(self) -> None:
+        self.arena.device.synchronize()  # a graph that still runs must not lose its memory
+        self._outputs.clear()
+        for cache in self._caches():
+            cache.reset()
+
+    def _caches(self) -> list[GlueGraphCache]:
+        return ([self._forward] if self._forward else []) + [unit.cache for unit in self._units]
+
+    def _sizes(self, buckets: Iterable[int | Bucket]) -> list[int]:
+        sizes = []
+        for bucket in buckets:
+            if isinstance(bucket, Bucket):
+                size = bucket.tokens if self.space.counts_tokens else bucket.requests
+            else:
+                size = bucket
+            if size not in self.space.ladder:
+                raise ConfigError(f"capture of {bucket}: the ladder has {list(self.space.ladder)}; add it there")
+            sizes.append(size)
+        return sizes
+
+    def _first_cause(self) -> str:
+        causes = [cause for key in self._wanted for cache in self._caches() if (cause := cache.cause(key))]
+        return f"the first cause: {causes[0]}" if causes else "there is no forward, and no prep may be glued"
+
+    def _key_stats(self, key: Key) -> dict[str, Any]:
+        entries = {cache.name: cache.entry(key) for cache in self._caches()}
+        return {
+            "mode": key.mode.value,
+            "bucket": list(key.bucket),
+            "variant": repr(key.variant),
+            "states": {name: entry.state.value for name, entry in entries.items()},
+            "causes": {name: entry.cause for name, entry in entries.items() if entry.cause},
+            "capture_seconds": sum(entry.capture_seconds for entry in entries.values()),
+            "num_bytes": sum(entry.num_bytes for entry in entries.values()),
+        }
+
+    def _key_space(
+        self, ladder: Ladder, width: int, variants: Iterable[Any], registrations: list[Registration]
+    ) -> KeySpace:
+        contracts = [registration.contract or GENERIC for registration in registrations]
+        modes = self.config.modes or frozenset().union(*(contract.modes for contract in contracts))
+        ragged = all(contract.ragged for contract in contracts)
+        return KeySpace(ladder, width, modes, variants, ragged, self.config.max_requests)
+
+    def _check_declarations(self, registrations: list[Registration], forward: Any) -> None:
+        contracts = {r.name: r.contract for r in registrations if r.contract is not None}
+        check_contracts(contracts, self.arena.slots, self._tables.tensors)
+        check_indices(self.arena.slots.values(), self._tables.tensors)
+        if unknown := set(self.config.glue) - {r.name for r in registrations}:
+            raise ConfigError(f"glue names preps {sorted(unknown)}; this runner has {[r.name for r in registrations]}")
+        for name, contract in contracts.items():
+            if contract.idle == "skip" and forward is not None:
+                raise ContractError(
+                    f"prep {name!r} declares idle='skip', but the forward is one full graph, which would read the "
+                    "last step's metadata; use idle='eager' or 'glue'"
+                )
+
+    def _unit(self, registration: Registration, recorder: Recorder) -> Unit:
+        glue = self.config.glue.get(registration.name)
+        return Unit(
+            registration,
+            GlueGraphCache(
+                registration.prep, recorder=recorder, contract=registration.contract, name=registration.name
+            ),
+            glue or "on",
+            self.config.generic_glue or (registration.contract is None and glue in ("on", "unpadded")),
+            False if self.config.certificate == "require" else None,
+        )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the runner was closed; build another one")
+
+
+class _Turn:
+    """Let one thread in at a time, and refuse a second one instead of making it wait."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise GraphGlueError(
+                "the runner is in use, by another thread or by its own prep or forward; two steps can not share one "
+                "set of slots: give each thread its own Runner"
+            )
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def _resolve(preps: Iterable[str | Prep], registry: Registry | None) -> list[Registration]:
+    registry = registry or _shipped()
+    found: dict[str, Registration] = {}
+    for prep in preps:
+        if not isinstance(prep, str) and not callable(prep):
+            raise ConfigError(f"prep {prep!r}: expected a registered name or a callable of a view")
+        registration = registry.get(prep) if isinstance(prep, str) else registry.find(prep)
+        if registration.name in found:
+            raise ConfigError(f"prep {registration.name!r} is given twice; outputs are named by prep")
+        found[registration.name] = registration
+    if not found:
+        raise ConfigError("prep []: expected at least one")
+    return list(found.values())
+
+
+def _shipped() -> Registry:
+    from graphglue.preps import register_shipped
+
+    registry = Registry()
+    register_shipped(registry)
+    return registry
