@@ -118,7 +118,9 @@ def main():
 
     for request in requests:
         assert request.generated == recomputed(model, request)
-    assert reasons["padded"] and reasons["unpadded"] and reasons["idle_eager"]
+    assert reasons["padded"]
+    assert reasons["unpadded"]
+    assert reasons["idle_eager"]
     num_tokens = sum(len(request.generated) for request in requests)
     print(f"{num_tokens} tokens, all as recomputed; steps {dict(reasons)}")
 

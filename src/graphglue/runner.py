@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
+from graphglue.assembly import build_unit, check_declarations, key_space, resolve_preps
 from graphglue.cache import GlueGraphCache
-from graphglue.capture import Capture, CaptureHooks, Unit, Views
+from graphglue.capture import Capture, CaptureHooks, Views
 from graphglue.config import RunnerConfig
 from graphglue.core import trees
 from graphglue.core.batch import Batch, extents_of
 from graphglue.core.binding import Write
 from graphglue.core.buckets import Bucket, Ladder
-from graphglue.core.contract import GENERIC, check_contracts
-from graphglue.core.keys import Key, KeySpace
+from graphglue.core.keys import Key
 from graphglue.core.routing import Decision, Reason, Route, State, StepFacts, route
 from graphglue.core.slots import Slot
 from graphglue.core.tables import Tables, TableSource, check_indices
@@ -29,12 +29,11 @@ from graphglue.errors import (
     CaptureError,
     ClosedError,
     ConfigError,
-    ContractError,
     GraphGlueError,
 )
 from graphglue.graphs.base import Recorder
 from graphglue.ledger import Ledger
-from graphglue.registry import Prep, Registration, Registry
+from graphglue.registry import Prep, Registry
 from graphglue.step import Outputs, Prepared, Step, checked_axes
 
 
@@ -89,15 +88,14 @@ class Runner:
         self.config = config or RunnerConfig()
         self._output_axes = checked_axes(output_axes)
         self._several = not (isinstance(prep, str) or callable(prep))
-        preps = [prep] if isinstance(prep, str) or callable(prep) else list(prep)
-        registrations = _resolve(preps, registry)
-        self.space = self._key_space(Ladder(ladder), tokens_per_request, variants, registrations)
+        registrations = resolve_preps([prep] if isinstance(prep, str) or callable(prep) else list(prep), registry)
+        self.space = key_space(Ladder(ladder), tokens_per_request, variants, registrations, self.config)
         self.arena = Arena(slots, self.space, device=device)
         self._tables = Tables(tables or {}, self.arena.device.torch_device)
-        self._check_declarations(registrations, forward)
+        check_declarations(registrations, self.arena.slots, self._tables.tensors, self.config, forward is not None)
         hooks = hooks or CaptureHooks()
         recorder = recorder or self.arena.device.recorder(hooks.stream, hooks.pool)
-        self._units = [self._unit(registration, recorder) for registration in registrations]
+        self._units = [build_unit(registration, recorder, self.config) for registration in registrations]
         self._run_forward = forward
         self._forward = None if forward is None else GlueGraphCache(forward, recorder=recorder, name="forward")
         self._views = Views(self.arena, self._tables.tensors, self._units)
@@ -379,39 +377,6 @@ class Runner:
             "num_bytes": sum(entry.num_bytes for entry in entries.values()),
         }
 
-    def _key_space(
-        self, ladder: Ladder, width: int, variants: Iterable[Any], registrations: list[Registration]
-    ) -> KeySpace:
-        contracts = [registration.contract or GENERIC for registration in registrations]
-        modes = self.config.modes or frozenset().union(*(contract.modes for contract in contracts))
-        ragged = all(contract.ragged for contract in contracts)
-        return KeySpace(ladder, width, modes, variants, ragged, self.config.max_requests)
-
-    def _check_declarations(self, registrations: list[Registration], forward: Any) -> None:
-        contracts = {r.name: r.contract for r in registrations if r.contract is not None}
-        check_contracts(contracts, self.arena.slots, self._tables.tensors)
-        check_indices(self.arena.slots.values(), self._tables.tensors)
-        if unknown := set(self.config.glue) - {r.name for r in registrations}:
-            raise ConfigError(f"glue names preps {sorted(unknown)}; this runner has {[r.name for r in registrations]}")
-        for name, contract in contracts.items():
-            if contract.idle == "skip" and forward is not None:
-                raise ContractError(
-                    f"prep {name!r} declares idle='skip', but the forward is one full graph, which would read the "
-                    "last step's metadata; use idle='eager' or 'glue'"
-                )
-
-    def _unit(self, registration: Registration, recorder: Recorder) -> Unit:
-        glue = self.config.glue.get(registration.name)
-        return Unit(
-            registration,
-            GlueGraphCache(
-                registration.prep, recorder=recorder, contract=registration.contract, name=registration.name
-            ),
-            glue or "on",
-            self.config.generic_glue or (registration.contract is None and glue in ("on", "unpadded")),
-            False if self.config.certificate == "require" else None,
-        )
-
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the runner was closed; build another one")
@@ -432,26 +397,3 @@ class _Turn:
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
-
-
-def _resolve(preps: Iterable[str | Prep], registry: Registry | None) -> list[Registration]:
-    registry = registry or _shipped()
-    found: dict[str, Registration] = {}
-    for prep in preps:
-        if not isinstance(prep, str) and not callable(prep):
-            raise ConfigError(f"prep {prep!r}: expected a registered name or a callable of a view")
-        registration = registry.get(prep) if isinstance(prep, str) else registry.find(prep)
-        if registration.name in found:
-            raise ConfigError(f"prep {registration.name!r} is given twice; outputs are named by prep")
-        found[registration.name] = registration
-    if not found:
-        raise ConfigError("prep []: expected at least one")
-    return list(found.values())
-
-
-def _shipped() -> Registry:
-    from graphglue.preps import register_shipped
-
-    registry = Registry()
-    register_shipped(registry)
-    return registry

@@ -16,7 +16,7 @@ ON_ANY_MACHINE = ("quickstart_cpu", "write_a_prep", "decode_loop")
 
 @pytest.mark.parametrize("name", ON_ANY_MACHINE)
 def test_example_passes(name: str) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path])}
     ran = subprocess.run(
         [sys.executable, ROOT / "examples" / f"{name}.py"],
         capture_output=True,

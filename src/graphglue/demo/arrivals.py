@@ -96,9 +96,8 @@ def _seconds(text: str | None, place: str) -> float:
         moment = datetime.strptime(whole.replace("T", " "), "%Y-%m-%d %H:%M:%S").replace(tzinfo=timezone.utc)
         return moment.timestamp() + (int(fraction) / 10 ** len(fraction) if fraction else 0.0)
     except ValueError:
-        raise ConfigError(
-            f"{place}: TIMESTAMP is {text!r}, expected for example 2023-11-16 18:17:03.9799600"
-        ) from None
+        example = "2023-11-16 18:17:03.9799600"
+        raise ConfigError(f"{place}: TIMESTAMP is {text!r}, expected for example {example}") from None
 
 
 def _tokens(row: dict[str, str | None], column: str, place: str) -> int:
@@ -128,9 +127,7 @@ def generate(num_requests: int, seed: int = 0) -> list[TraceRow]:
     return rows
 
 
-def fit(
-    rows: Sequence[TraceRow], *, max_prompt: int, max_generated: int, num_running: float
-) -> list[Request]:
+def fit(rows: Sequence[TraceRow], *, max_prompt: int, max_generated: int, num_running: int) -> list[Request]:
     """Bring rows down to an engine's size; the module's text says how.
 
     Args:

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from numbers import Number
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -67,6 +67,13 @@ def _host_values(call: Call) -> bool:
 def _host_sequence(call: Call) -> bool:
     source = call.args[0] if call.args else call.kwargs.get("data", call.kwargs.get("obj"))
     return not isinstance(source, torch.Tensor) and _host_values(call)
+
+
+def _host_list(call: Call) -> bool:
+    """Tell whether an index holds a list or an array, which torch first turns into a device tensor."""
+    index = call.args[1] if isinstance(call.args[1], tuple) else call.args[1:2]
+    arrays = (part for part in index if not isinstance(part, torch.Tensor))
+    return any(isinstance(part, (list, range)) or getattr(part, "ndim", 0) for part in arrays)
 
 
 def _masks(call: Call) -> bool:
@@ -131,7 +138,7 @@ class Rule:
 _READ = "reads a tensor on the host, and a replay runs no Python: what was read now would stay for ever"
 _KEEP = "keep the value on the device (torch.where, gather), or let plan() compute it and pass it as a slot"
 _SHAPE = "gives a result whose shape depends on contents, and a recording has fixed shapes"
-_FIXED = "use torch.where with the mask, or state the size (nonzero_static(size=), output_size=, num_classes=)"
+_FIXED = "use torch.where with the mask, or state the size (nonzero_static, output_size=, num_classes=)"
 _UPLOAD = "takes contents from host memory, which is gone or out of date when a replay runs"
 _DECLARE = (
     "make the tensor once, outside, and pass it in as a table or a slot; torch.arange, torch.full and"
@@ -149,6 +156,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("equal", "allclose", "is_nonzero"), _READ, _KEEP, _on_device),
     Rule(("tensor", "new_tensor"), _UPLOAD, _DECLARE, _host_values),
     Rule(("as_tensor", "asarray"), _UPLOAD, _DECLARE, _host_sequence),
+    Rule(("__getitem__", "__setitem__"), _UPLOAD, _DECLARE, _host_list),
     Rule(("pin_memory",), _UPLOAD, _DECLARE),
     Rule(
         ("data_ptr",),
@@ -172,6 +180,8 @@ RULES: tuple[Rule, ...] = (
     Rule(("aten::masked_fill", "aten::masked_fill_"), _VALUE, _WHERE, _device_value),
     Rule(("aten::index_fill", "aten::index_fill_"), _VALUE, "pass a Python number", _device_value),
 )
+# What torch calls the step that ends torch.Tensor([..]), from_numpy and the like says nothing to a user.
+_SHOWN = {"aten::lift_fresh": "a tensor of host values"}
 _BY_NAME: dict[str | torch.Tag, tuple[Rule, ...]] = {
     name: tuple(rule for rule in RULES if name in rule.what) for rule in RULES for name in rule.what
 }
@@ -187,15 +197,16 @@ class Guard:
         self.baked: dict[int, torch.UntypedStorage] = {}
 
     def check(self, keys: tuple[str | torch.Tag, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise ``CaptureError`` if a rule of the first known key holds."""
+        """Raise ``CaptureError`` if a rule of the first known key holds: the name, else its tags."""
         rules = next((_BY_NAME[key] for key in keys if key in _BY_NAME), ())
         call = Call(args, kwargs, self.device, self.baked)
         for rule in rules:
             if rule.when(call):
                 self.refuse(str(keys[0]), rule.why, rule.instead)
 
-    def refuse(self, name: str, why: str, instead: str) -> None:
+    def refuse(self, name: str, why: str, instead: str) -> NoReturn:
         """Raise the error, and keep it for a callable that swallows it."""
+        name = _SHOWN.get(name, name)
         if self.calling and self.calling not in name:
             name = f"{self.calling} ({name})"
         self.refusal = CaptureError(f"{name} {why}. At {where(sys._getframe())}; instead, {instead}.")
@@ -229,11 +240,18 @@ class FunctionGuard(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         self._guard.check((name,), args, kwargs)
+        if name == "one_hot" and self._guard.device.type == "cpu":
+            func = _one_hot
         outer, self._guard.calling = self._guard.calling, name
         try:
             return func(*args, **kwargs)
         finally:
             self._guard.calling = outer
+
+
+def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """Give what torch's one_hot gives on CUDA; the CPU's own reads the range of ``tensor`` on the host."""
+    return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).to(torch.int64)
 
 
 class DispatchGuard(TorchDispatchMode):
@@ -245,6 +263,8 @@ class DispatchGuard(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(kind is not torch.Tensor for kind in types):
+            return NotImplemented  # a tensor subclass unwraps itself first, and its parts come back here
         with torch._C.DisableTorchFunction():
             self._guard.check((func._schema.name, *func.tags), args, kwargs)
             # Under inference mode composite operations arrive whole; their parts are what counts.
@@ -261,18 +281,20 @@ class DispatchGuard(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _AUTHORS = tuple(os.path.join(_PACKAGE, name) + os.sep for name in ("preps", "demo"))
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_STDLIB = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 
 
 def _is_user(frame: FrameType) -> bool:
-    """Tell whether a frame is outside torch, numpy and graphglue's machinery (its preps are users)."""
+    """Tell whether a frame is outside torch, numpy, Python itself and graphglue (its preps are users)."""
     name = frame.f_code.co_filename
-    machinery = (_PACKAGE + os.sep, _TORCH + os.sep, "<frozen")
-    if f"{os.sep}numpy{os.sep}" in name:
+    if name.startswith((_TORCH, "<frozen")) or f"{os.sep}numpy{os.sep}" in name:
         return False
-    return name.startswith(_AUTHORS) or not name.startswith(machinery)
+    if name.startswith(_STDLIB):
+        return "-packages" in name
+    return name.startswith(_AUTHORS) or not name.startswith(_PACKAGE)
 
 
 def where(frame: FrameType | None) -> str:
@@ -293,6 +315,21 @@ def blame(error: BaseException) -> str:
             place = f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}"
         trace = trace.tb_next
     return place
+
+
+@contextmanager
+def plain() -> Iterator[None]:
+    """Allocate normal tensors: outside inference mode, without gradients."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def place(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    """Make a tensor on ``storage`` with the dtype and geometry of ``like``, and no other tie to it."""
+    tensor = torch.empty(0, dtype=like.dtype, device=like.device)
+    tensor.set_(storage, like.storage_offset(), like.size(), like.stride())
+    tensor = tensor.conj() if like.is_conj() else tensor
+    return torch._neg_view(tensor) if like.is_neg() else tensor
 
 
 _here = threading.local()

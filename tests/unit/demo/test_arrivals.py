@@ -97,7 +97,9 @@ def concurrency(requests: list[Request], max_running: int) -> list[int]:
 @pytest.mark.parametrize("seed", range(4))
 def test_generated_arrivals_reach_from_idle_to_over_the_ladder(seed: int) -> None:
     sizes = concurrency(fit(generate(96, seed), max_prompt=192, max_generated=48, num_running=16), 18)
-    assert min(sizes) == 0 and max(sizes) > 16 and len(set(sizes)) > 10
+    assert min(sizes) == 0
+    assert max(sizes) > 16
+    assert len(set(sizes)) > 10
 
 
 @pytest.mark.skipif(not AZURE.exists(), reason="needs the real trace in ../shared/data to read by path")
@@ -105,7 +107,8 @@ def test_the_real_trace_has_idle_gaps_and_bursts() -> None:
     rows = read_trace(AZURE, 96)
     assert rows[0] == TraceRow(0.0, 4808, 10)
     sizes = concurrency(fit(rows, max_prompt=192, max_generated=48, num_running=16), 18)
-    assert min(sizes) == 0 and max(sizes) > 16
+    assert min(sizes) == 0
+    assert max(sizes) > 16
 
 
 rows_in_order = st.lists(
@@ -114,11 +117,10 @@ rows_in_order = st.lists(
 
 
 @given(rows=rows_in_order, max_prompt=st.integers(1, 300), max_generated=st.integers(1, 50))
-def test_fitted_requests_keep_order_and_limits(
-    rows: list[TraceRow], max_prompt: int, max_generated: int
-) -> None:
+def test_fitting_keeps_order_and_limits(rows: list[TraceRow], max_prompt: int, max_generated: int) -> None:
     requests = fit(rows, max_prompt=max_prompt, max_generated=max_generated, num_running=4)
-    assert len(requests) == len(rows) and requests[0].arrival == 0
+    assert len(requests) == len(rows)
+    assert requests[0].arrival == 0
     for before, after in pairwise(requests):
         assert 0 <= after.arrival - before.arrival <= max_gap(max_generated) + 1
     for row, request in zip(rows, requests, strict=True):

@@ -24,7 +24,9 @@ def result() -> DemoResult:
 
 
 def test_no_bit_differs(result: DemoResult) -> None:
-    assert result and result.num_differences == 0 and result.differences == ()
+    assert result
+    assert result.num_differences == 0
+    assert result.differences == ()
     assert result.num_requests == 48
     # Every token but each request's first, which prefill samples, comes out of a compared step.
     assert result.num_tokens_compared == result.num_tokens - result.num_requests
@@ -41,20 +43,25 @@ def test_every_route_is_taken(result: DemoResult) -> None:
         ("eager", "eager", "over_ladder"),
     }
     assert sum(ways.values()) == result.num_steps
-    assert result.largest_batch > 16 and 0.0 < result.padded_share < 0.5
+    assert result.largest_batch > 16
+    assert 0.0 < result.padded_share < 0.5
 
 
 def test_the_tape_says_that_it_is_not_for_speed(result: DemoResult) -> None:
-    assert result.glued_us is not None and result.eager_us is not None
-    assert result.glued_us > 0 and result.eager_us > 0
+    assert result.glued_us is not None
+    assert result.eager_us is not None
+    assert result.glued_us > 0
+    assert result.eager_us > 0
     assert "for truth and not for speed" in result.timing_note
 
 
 def test_the_json_has_every_field(result: DemoResult, tmp_path: Path) -> None:
     result.write_json(tmp_path / "demo.json")
     read = json.loads((tmp_path / "demo.json").read_text())
-    assert read["num_differences"] == 0 and read["dtype"] == "float64"
-    assert read["torch_version"] == torch.__version__ and read["device"].startswith("CPU")
+    assert read["num_differences"] == 0
+    assert read["dtype"] == "float64"
+    assert read["torch_version"] == torch.__version__
+    assert read["device"].startswith("CPU")
     assert {way["reason"] for way in read["routes"]} >= {"padded", "unpadded", "idle_eager", "over_ladder"}
 
 
@@ -70,7 +77,8 @@ def stale_tail(step: int, tensors: dict[str, torch.Tensor], num_requests: int) -
 
 def test_a_stale_tail_is_found() -> None:
     broken = demo.run(device="cpu", requests=4, fault=stale_tail)
-    assert not broken and broken.num_differences > len(broken.differences) == 8
+    assert not broken
+    assert broken.num_differences > len(broken.differences) == 8
     assert {found.name for found in broken.differences} >= {"positions", "cu_seq_lens"}
     positions = next(found for found in broken.differences if found.name == "positions")
     assert (positions.glued, positions.expected) == ("0", "6")

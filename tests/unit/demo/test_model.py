@@ -15,6 +15,7 @@ from graphglue.preps import paged_decode
 SHAPE = ModelShape(max_context=64, page_size=8)
 PAGES = {1: (5, 2, 9, 7, 11, 14, 13, 12), 2: (3, 1, 4, 8, 6, 10, 15, 16)}  # pool row -> pages in order
 NUM_PAGES = 17
+Row = tuple[int, int, int]  # pool row, length, token
 
 
 @pytest.fixture
@@ -31,10 +32,8 @@ def req_to_token() -> Tensor:
     return table
 
 
-def decode(
-    model: Transformer, caches: list[KVCache], rows: Sequence[tuple[int, int, int]]
-) -> dict[str, Tensor]:
-    """Decode rows of (pool row, length, token)."""
+def decode(model: Transformer, caches: list[KVCache], rows: Sequence[Row]) -> dict[str, Tensor]:
+    """Decode one token per row."""
     table = req_to_token()
     view = SimpleNamespace(
         seq_lens=torch.tensor([length for _, length, _ in rows]),
@@ -123,5 +122,6 @@ def test_stale_pages_beyond_a_context_are_not_read(model: Transformer) -> None:
 
 def test_weights_follow_the_seed() -> None:
     one, same, other = (Transformer(SHAPE, seed=seed, dtype=torch.float32) for seed in (5, 5, 6))
-    assert torch.equal(one.head, same.head) and not torch.equal(one.head, other.head)
+    assert torch.equal(one.head, same.head)
+    assert not torch.equal(one.head, other.head)
     assert one.head.dtype == one.layers[0].gate.dtype == one.new_caches(2)[0].keys.dtype == torch.float32

@@ -47,8 +47,10 @@ class PageMachine(RuleBasedStateMachine):
     def rows_and_pages_have_one_owner(self) -> None:
         rows = [lease.row for lease, _ in self.leases]
         pages = [page for lease, _ in self.leases for page in lease.pages]
-        assert len(set(rows)) == len(rows) and len(set(pages)) == len(pages)
-        assert 0 not in rows and 0 not in pages
+        assert len(set(rows)) == len(rows)
+        assert len(set(pages)) == len(pages)
+        assert 0 not in rows
+        assert 0 not in pages
 
     @invariant()
     def the_table_says_where_each_position_is(self) -> None:
@@ -65,6 +67,7 @@ TestPages = PageMachine.TestCase
 def test_what_was_reserved_is_not_given_away() -> None:
     pool = PagePool(num_rows=4, num_pages=4, page_size=4, max_context=16, device=torch.device("cpu"))
     lease = pool.admit(12)
-    assert pool.can_admit(4) and not pool.can_admit(5)
+    assert pool.can_admit(4)
+    assert not pool.can_admit(5)
     pool.release(lease)
     assert pool.can_admit(16)

@@ -37,9 +37,7 @@ def test_a_copy_is_equal(tensor: torch.Tensor) -> None:
         (torch.tensor(1), torch.tensor(2), 0),
     ],
 )
-def test_a_difference_is_found_in_its_row(
-    glued: torch.Tensor, expected: torch.Tensor, row: int | None
-) -> None:
+def test_a_difference_has_its_row(glued: torch.Tensor, expected: torch.Tensor, row: int | None) -> None:
     (found,) = compare(3, {"x": glued}, {"x": expected})
     assert (found.step, found.name, found.row) == (3, "x", row)
 

@@ -32,10 +32,9 @@ def steps(draw: st.DrawFn) -> dict[str, Any]:
         [page * page_size + offset for page in row for offset in range(page_size)][:max_context]
         for row in [[0] * num_stretches, *draw(st.lists(pages, max_size=5))]
     ]
-    ends = [
-        n for end in range(0, max_context + 1, page_size) for n in (end, end + 1) if 1 <= n <= max_context
-    ]
-    lengths = draw(st.lists(st.sampled_from(ends) | st.integers(1, max_context), max_size=9))
+    ends = {end + after for end in range(0, max_context + 1, page_size) for after in (0, 1)}
+    near_ends = st.sampled_from(sorted(ends & set(range(1, max_context + 1))))
+    lengths = draw(st.lists(near_ends | st.integers(1, max_context), max_size=9))
     rows = [draw(st.integers(0, len(table) - 1)) for _ in lengths]
     locations = [table[row][length - 1] for row, length in zip(rows, lengths, strict=True)]
     return {

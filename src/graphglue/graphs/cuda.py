@@ -1,0 +1,216 @@
+"""Record with CUDA graphs, on a stream and in a memory pool of the recorder's own.
+
+``torch.cuda.graph`` is not used: when a capture fails it leaves the allocator and the generator in the
+middle of it. ``capture_begin`` and ``capture_end`` are called here, and a failure is cleaned up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from graphglue.errors import CaptureError, ClosedError
+from graphglue.graphs import guard
+
+
+class _Holding(guard.DispatchGuard):
+    """Check operations, run them, and hold the memory they read that the capture did not make itself.
+
+    The graph knows addresses only: a table whose last Python name is rebound must not be freed under it.
+    """
+
+    def __init__(self, rules: guard.Guard) -> None:
+        super().__init__(rules)
+        self.held: dict[int, torch.UntypedStorage] = {}
+        self._made: set[int] = set()
+
+    def perform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operation under the capture."""
+        for storage in _storages((args, kwargs)):
+            if storage._cdata not in self._made:
+                self.held[storage._cdata] = storage
+        result = func(*args, **kwargs)
+        self._made.update(storage._cdata for storage in _storages(result) if storage._cdata not in self.held)
+        return result
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    leaves = pytree.tree_leaves(tree)
+    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided)
+    return [tensor.untyped_storage() for tensor in tensors]
+
+
+def _normal(leaf: Any) -> Any:
+    """Give an alias that is no inference tensor, and keeps its geometry whatever happens to ``leaf``."""
+    if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+        return guard.place(leaf.untyped_storage(), leaf)
+    return leaf
+
+
+class CudaRecording:
+    """A captured graph with its outputs, which stay at their addresses."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Any, num_bytes: int, held: Any) -> None:
+        self._graph: torch.cuda.CUDAGraph | None = graph
+        self._outputs = outputs
+        self._num_bytes = num_bytes
+        self._held = held
+
+    @property
+    def graph(self) -> torch.cuda.CUDAGraph:
+        """The torch graph, made with ``keep_graph=True``: it can be composed into another."""
+        if self._graph is None:
+            raise ClosedError("this recording was closed; record the callable again")
+        return self._graph
+
+    @property
+    def outputs(self) -> Any:
+        """What the callable returned; computed by a replay."""
+        return self._outputs if self.graph else None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory in bytes that the allocator reserved for this capture; 0 if the pool had enough."""
+        return self._num_bytes
+
+    def replay(self) -> None:
+        """Launch the graph on the caller's current stream. Sync: none."""
+        if guard.recording():
+            raise CaptureError("a replay inside a recording is not recorded; replay after it has ended")
+        self.graph.replay()
+
+    def close(self) -> None:
+        """Drop the graph, the outputs and their memory. Calling it twice is fine."""
+        graph, self._graph = self._graph, None
+        self._outputs, self._held = None, None
+        if graph is not None:
+            graph.reset()
+
+
+class CudaRecorder:
+    """Record callables on one CUDA device.
+
+    Args:
+        device: where to record.
+        stream: a non-default stream to capture on; a new one by default.
+        pool: a memory pool to allocate from, shared by all recordings; a new one by default.
+    """
+
+    def __init__(
+        self, device: torch.device | str | int, stream: torch.cuda.Stream | None = None, pool: Any = None
+    ) -> None:
+        named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        index = torch.cuda.current_device() if named.index is None else named.index
+        self._device = torch.device("cuda", index)
+        self._stream = torch.cuda.Stream(self._device) if stream is None else stream
+        self._pool = torch.cuda.graph_pool_handle() if pool is None else pool
+        self._failed: list[torch.cuda.CUDAGraph] = []
+
+    @property
+    def device(self) -> torch.device:
+        """The CUDA device, with its index."""
+        return self._device
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Make the recorder's stream current; order it after the caller's work, and the caller after it."""
+        with guard.alone("session"), guard.held_collection(), torch.cuda.device(self._device):
+            caller = torch.cuda.current_stream(self._device)
+            self._stream.wait_stream(caller)
+            try:
+                with torch.cuda.stream(self._stream):
+                    yield
+            finally:
+                caller.wait_stream(self._stream)
+
+    def finish(self) -> None:
+        """Wait until the device has finished all queued work. Sync: the device."""
+        torch.cuda.synchronize(self._device)
+
+    def record(self, run: Callable[[], Any], *, strict: bool = True) -> CudaRecording:
+        """Capture ``run``.
+
+        Args:
+            run: the callable; it has run before with the same shapes, for real.
+            strict: check each call and operation, and hold the memory they read. Without it the caller
+                keeps alive what the callable closes over.
+
+        Raises:
+            CaptureError: the callable did something that can not be captured, or raised.
+        """
+        with guard.alone("recording"), torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            if torch.cuda.is_current_stream_capturing():
+                raise CaptureError("this stream is being captured already; give the recorder its own stream")
+            reserved = torch.cuda.memory_reserved(self._device)
+            rules = guard.Guard(self._device)
+            holding = _Holding(rules)
+            modes = (guard.FunctionGuard(rules), holding) if strict else ()
+            graph, outputs = self._capture(lambda: rules.call(run, *modes))
+            num_bytes = max(0, torch.cuda.memory_reserved(self._device) - reserved)
+            with guard.plain():
+                outputs = pytree.tree_map(_normal, outputs)
+            return CudaRecording(graph, outputs, num_bytes, holding.held)
+
+    def _capture(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        try:
+            # thread_local: another thread's copies and allocations do not break this capture.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            outputs = run()
+        except BaseException:
+            self._abandon(graph)
+            raise
+        try:
+            graph.capture_end()
+            graph.instantiate()
+        except RuntimeError as error:
+            self._unwind(graph)
+            raise CaptureError(
+                f"the capture did not end as a valid graph; it was dropped: {error}"
+            ) from error
+        return graph, outputs
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture whose callable raised. The stream leaves capture mode whether or not this raises."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            self._unwind(graph)
+        else:
+            graph.reset()
+
+    def _unwind(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Undo what torch leaves behind when ``capture_end`` raises on an invalidated capture.
+
+        Up to 2.11 it raises before it tells the allocator, which then takes the pool for still being
+        captured into: the next capture is refused and ``empty_cache`` asserts. Later releases tell it
+        (pytorch#180395), and the call below raises, which shows that nothing is left to do. The pool's
+        count of users is given back only in the first case.
+        """
+        # torch's pinned-memory allocator keeps a filter that points to the graph object: keep it alive.
+        self._failed.append(graph)
+        graph.reset()
+        try:
+            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+        except (RuntimeError, AttributeError):
+            pass
+        else:
+            torch._C._cuda_releasePool(self._device.index, self._pool)
+        self._reset_generator()
+
+    def _reset_generator(self) -> None:
+        """Capture one small fill and drop it, because only a good capture's end resets the generator.
+
+        After a failed one, releases that keep one state for each generator go on to raise "Offset
+        increment outside graph capture" at the next random number.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with suppress(RuntimeError):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            torch.zeros(1, device=self._device)
+            graph.capture_end()
+            graph.reset()

@@ -1,0 +1,4 @@
+"""What authors of preps and engines test with. Public; needs hypothesis (``pip install graphglue[test]``).
+
+``graphglue.testing.strategies`` generates slots, ladders, batches and contracts.
+"""
