@@ -111,7 +111,8 @@ class GlueGraphCache:
             raise CaptureError(f"{self.name!r}: keys {taken} are recorded already; reset() first")
         with self._recorder.session():
             for key, view in views.items():
-                self.warm(key, view)
+                for _ in range(self._warmups):
+                    self.warm(key, view)
             self._recorder.finish()
             recorded = [key for key in views if self.record(key)]
         if views and not recorded:

@@ -190,6 +190,7 @@ class Runner:
 
     def view(self, bucket: int | Bucket) -> View:
         """Show all slots and tables at a bucket, or at a size of the ladder."""
+        self._check_open()
         bucket = bucket if isinstance(bucket, Bucket) else self.space.bucket(bucket)
         if not self.arena.fits(bucket):
             raise over_capacity(bucket, self.space)
@@ -205,8 +206,9 @@ class Runner:
             self._check_open()
             if name not in self._tables.tensors:
                 raise ConfigError(f"table {name!r} is unknown; tables are {sorted(self._tables.tensors)}")
+            tables = {**self._tables.tensors, name: self._tables.resolve(name, table)}
+            check_indices(self.arena.slots.values(), tables)
             self._tables.bind(name, table)
-            check_indices(self.arena.slots.values(), self._tables.tensors)
             self._drop_keys()
             self._views.clear()
 
@@ -317,7 +319,7 @@ class Runner:
             return self._handed_out(self._outputs[decision.key].real(raw))
         with torch.no_grad():
             outputs = self._run_forward(view, metadata)
-        return Outputs(outputs, self._output_axes, decision.bucket).real(raw)
+        return self._handed_out(Outputs(outputs, self._output_axes, decision.bucket).real(raw))
 
     # Around the step.
 

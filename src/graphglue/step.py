@@ -73,7 +73,7 @@ class Outputs:
     def real(self, raw: Bucket) -> Any:
         """Cut every leaf to the real rows; views, no copies."""
         cut = [
-            leaf if axis is None else leaf.narrow(0, 0, trees.ROWS[axis](raw.requests, raw.tokens))
+            leaf if axis is None else leaf[: trees.ROWS[axis](raw.requests, raw.tokens)]
             for leaf, axis in zip(self._leaves, self._axes)
         ]
         return trees.unflatten(cut, self._structure)

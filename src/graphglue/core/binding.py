@@ -111,7 +111,7 @@ def _from_list(slot: Slot, values: Iterable[Any]) -> torch.Tensor:
     except (ValueError, TypeError, OverflowError):  # rows of different lengths, or no numbers at all
         array = np.empty(0, object)
     if array.size == 0 and array.dtype != object:
-        return torch.empty(array.shape, dtype=slot.dtype)
+        return torch.empty(array.shape, dtype=slot.dtype, device="cpu")
     kind = {"b": "bool", "i": "integer", "u": "integer", "f": "float"}.get(array.dtype.kind)
     if kind != kind_of(slot.dtype):
         raise _fault(

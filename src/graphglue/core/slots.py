@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -157,9 +158,7 @@ class Slot:
         """Return ``number`` if this slot's dtype holds it, exactly for bools and integers."""
         kind = kind_of(self.dtype)
         if kind == "float":
-            if isinstance(number, (bool, int, float)) or hasattr(number, "__float__"):
-                return float(number)
-            raise self._fault(f"{what} {number!r}", f"a number of {self.dtype}")
+            return self._checked_float(number, what)
         try:
             integer = operator.index(number)
         except TypeError:
@@ -168,6 +167,19 @@ class Slot:
         if not low <= integer <= high:
             raise self._fault(f"{what} {number!r}", f"a value of {self.dtype} in [{low}, {high}]")
         return bool(integer) if kind == "bool" else integer
+
+    def _checked_float(self, number: Any, what: str) -> float:
+        try:
+            value = float(number)
+        except (TypeError, ValueError):
+            raise self._fault(f"{what} {number!r}", f"a number of {self.dtype}") from None
+        largest = torch.finfo(self.dtype).max
+        if math.isfinite(value) and abs(value) > largest:
+            raise self._fault(f"{what} {number!r}", f"a value of {self.dtype} in [{-largest}, {largest}]")
+        held = torch.tensor(value, dtype=self.dtype, device="cpu").item()
+        if math.isinf(value) and held != value:
+            raise self._fault(f"{what} {number!r}", f"a value of {self.dtype}, which has no infinity")
+        return value
 
     def _check_name(self) -> None:
         if not isinstance(self.name, str) or not self.name.isidentifier() or self.name.startswith("_"):

@@ -50,11 +50,16 @@ class Tables:
         for name, source in sources.items():
             self.bind(name, source)
 
-    def bind(self, name: str, source: TableSource) -> None:
-        """Take a table in, or replace it."""
+    def resolve(self, name: str, source: TableSource) -> torch.Tensor:
+        """Give the tensor behind a source, checked; nothing is taken in."""
         tensor = source if isinstance(source, torch.Tensor) else _called(name, source)
         if tensor.device != self._device:
             raise ConfigError(f"table {name!r} is on {tensor.device}, expected {self._device}; move it first")
+        return tensor
+
+    def bind(self, name: str, source: TableSource) -> None:
+        """Take a table in, or replace it."""
+        tensor = self.resolve(name, source)
         self._sources[name], self.tensors[name], self._places[name] = source, tensor, Place.of(tensor)
 
     def check(self) -> None:

@@ -102,7 +102,7 @@ def _tensor_names(leaves: Mapping[str, Any]) -> list[str]:
 def _alike(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
-    return type(one) is type(other) and bool(one == other or one != one)
+    return type(one) is type(other) and bool(one == other or (one != one and other != other))
 
 
 def _spell(leaf: Any) -> str:

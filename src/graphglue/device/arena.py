@@ -16,6 +16,7 @@ from graphglue.core.slots import Axis, Computed, Slot
 from graphglue.core.view import View
 from graphglue.device.base import Device, open_device
 from graphglue.errors import BindError, CapacityError, ConfigError
+from graphglue.graphs.guard import place
 
 
 class Arena:
@@ -49,6 +50,7 @@ class Arena:
         space = ladder if isinstance(ladder, KeySpace) else KeySpace(Ladder(ladder), tokens_per_request)
         self.space, self.num_ranks = space, num_ranks
         self.slots = _by_name(slots)
+        _check_computed(self.slots.values(), space.capacity)
         self.device: Device = open_device(device)
         with torch.inference_mode(False), torch.no_grad():
             self._storage = {name: self._allocate(slot) for name, slot in self.slots.items()}
@@ -70,8 +72,12 @@ class Arena:
         """
         raw = extents_of(batch, self.space.width)
         bucket = bucket or self.space.cover(raw)
-        if bucket is None:
-            raise over_capacity(raw, self.space)
+        if bucket is None or not self.fits(bucket):
+            raise over_capacity(bucket or raw, self.space)
+        if bucket.requests < raw.requests or bucket.tokens < raw.tokens:
+            raise CapacityError(
+                f"a batch of {raw} does not fit {bucket}; leave the bucket out, or give one that covers it"
+            )
         writes = self.bind(batch.sources, raw, bucket)
         self.device.enter_step()
         self.write(writes, bucket)
@@ -149,7 +155,8 @@ class Arena:
                 f"slot {slot.name!r}: the adopted storage is on {slot.storage.device}, the slots on "
                 f"{self.device.torch_device}; allocate it there"
             )
-        return slot.storage
+        # An alias outside inference mode: a buffer made inside it could not be filled from outside.
+        return place(slot.storage.untyped_storage(), slot.storage)
 
     def _cut(self, slot: Slot, rows: int) -> torch.Tensor:
         """Cut a bucket's extent from the slot's start: contiguous in our storage, a slice of an adopted one."""
@@ -219,7 +226,7 @@ class Arena:
         rows, raw_rows = self._rows(slot, bucket), self._rows(slot, raw)
         if slot.value is None or slot.value is Computed.RANK_COUNTS:
             values = [bucket.tokens] * self.num_ranks if counts is None else list(counts)
-            return Write(slot, torch.tensor(values, dtype=slot.dtype), rows, rows, slot.pad)
+            return Write(slot, torch.tensor(values, dtype=slot.dtype, device="cpu"), rows, rows, slot.pad)
         number = {
             Computed.RAW_REQUESTS: raw.requests,
             Computed.RAW_TOKENS: raw.tokens,
@@ -242,7 +249,7 @@ def _capture_rows(slot: Slot, capture: Callable[[int], Any], rows: int) -> torch
     values = [slot.checked_number(capture(row), f"capture({row})") for row in range(rows)]
     shape = slot.shape(rows)
     column = [-1 if dim == slot.row_dim else 1 for dim in range(len(shape))]
-    rows_first = torch.tensor(values, dtype=slot.dtype)
+    rows_first = torch.tensor(values, dtype=slot.dtype, device="cpu")
     return (rows_first if slot.axis is Axis.FIXED else rows_first.view(column)).expand(shape).contiguous()
 
 
@@ -262,6 +269,16 @@ def _by_name(slots: Iterable[Slot]) -> dict[str, Slot]:
             raise ConfigError(f"slot {slot.name!r} is declared twice; names are unique")
         named[slot.name] = slot
     return named
+
+
+def _check_computed(slots: Iterable[Slot], capacity: Bucket) -> None:
+    """Refuse a computed slot that could not hold the largest count."""
+    most = max(capacity.requests, capacity.tokens)
+    for slot in slots:
+        if slot.value is not None and torch.iinfo(slot.dtype).max < most:
+            raise ConfigError(
+                f"slot {slot.name!r}: {slot.dtype} can not hold {slot.value.name}, up to {most} here; use a wider dtype"
+            )
 
 
 def _holds(slot: Slot, seen: tuple[int, ...], needed: tuple[int, ...]) -> bool:
