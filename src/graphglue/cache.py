@@ -224,6 +224,10 @@ class GlueGraphCache:
         logger.info("captured %s at %s: %.3f s, %d bytes", self.name, key, entry.capture_seconds, entry.num_bytes)
         return True
 
+    def call(self, key: Hashable) -> Any:
+        """Call the prep as it was recorded for a key; its result is the caller's."""
+        return self._recorded(self._entries[key].args)
+
     def quarantine(self, key: Hashable, cause: str) -> None:
         """Send a key to the eager fallback until ``maintain()`` repairs it; its static result stays."""
         self._quarantine(key, self._entries.setdefault(key, Entry()), CaptureError(cause))

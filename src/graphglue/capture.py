@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from graphglue.core.keys import Key
 from graphglue.core.routing import PrepFacts, Route, State
 from graphglue.core.view import View
 from graphglue.device.arena import Arena
+from graphglue.device.base import Launch
 from graphglue.graphs.base import Recorder
 from graphglue.registry import Registration
 
@@ -134,6 +135,8 @@ class Capture:
         self._arena, self._units, self._forward, self._views = arena, units, forward, views
         self._tables, self._recorder, self._hooks = tables, recorder, hooks
         self._join, self._warmups = join, warmups
+        self.launches: dict[Key, tuple[Launch, Any]] = {}  # with the outputs that the launch computes
+        self._random: dict[Key, str] = {}  # which part of a key draws random numbers
 
     def run(self, keys: Sequence[Key], progress: bool | None = None) -> list[Key]:
         """Capture keys in the order given; return those with a recorded prep or forward.
@@ -148,6 +151,7 @@ class Capture:
         """
         logger.info("capture of %d keys begins", len(keys))
         begin = time.perf_counter()
+        self.drop_launches(keys)
         session = self._hooks.session() if self._hooks.session else nullcontext()
         with session, self._recorder.session(), self._bar(2 * len(keys), progress) as bar:
             for key in keys:
@@ -161,6 +165,13 @@ class Capture:
         recorded = [key for key in keys if self.captured(key)]
         logger.info("capture ends: %d of %d keys, %.2f s", len(recorded), len(keys), time.perf_counter() - begin)
         return recorded
+
+    def drop_launches(self, keys: Iterable[Key]) -> None:
+        """Drop what was composed for these keys."""
+        for key in keys:
+            launch, _ = self.launches.pop(key, (None, None))
+            if launch is not None:
+                launch.close()
 
     def captured(self, key: Key) -> bool:
         """Tell whether anything of a key replays."""
@@ -178,18 +189,23 @@ class Capture:
             self._may_glue(unit, key) and unit.cache.state(key) is not State.CAPTURED for unit in self._units
         ):
             self._forward.drop(key)  # its graph reads metadata that is about to move
+        device = self._arena.device
         for _ in range(self._warmups):
             self._arena.fill_capture(key.bucket)
             views, forward_view = self._views.of(key)
+            begin = device.random_offset()
             for unit, view in zip(self._units, views):
                 self._warm_prep(unit, key, view)
+            prepared = device.random_offset()
             if self._forward is None or self._forward.state(key) is State.CAPTURED:
                 continue
             if failed := [unit for unit in self._units if not unit.cache.has_result(key)]:
                 cause = failed[0].cache.cause(key)
                 self._forward.quarantine(key, f"prep {failed[0].name!r} gave it no metadata: {cause}")
             else:
-                self._forward.warm(key, forward_view, self._metadata(key), keep=False)
+                self._forward.warm(key, forward_view, self.metadata(key), keep=False)
+            if prepared != begin or device.random_offset() != prepared:
+                self._random[key] = "prep" if prepared != begin else "forward"
 
     def _warm_prep(self, unit: Unit, key: Key, view: View) -> None:
         """Run a prep for real; one with effects runs on clones of the tables it changes."""
@@ -210,9 +226,30 @@ class Capture:
         if self._forward is not None and self._forward.state(key) is State.WARM:
             _, view = self._views.of(key)
             # The forward is the engine's own code, compiled inside for all we know: not strict.
-            self._forward.record(key, view, self._metadata(key), strict=False)
+            self._forward.record(key, view, self.metadata(key), strict=False)
+        self._compose(key)
 
-    def _metadata(self, key: Key) -> Any:
+    def _compose(self, key: Key) -> None:
+        """Join all that was recorded for a key in one launch."""
+        entries = [unit.cache.entry(key) for unit in self._units]
+        if self._forward is not None:
+            entries.append(self._forward.entry(key))
+        recordings = [entry.recording for entry in entries if entry.state is State.CAPTURED and entry.recording]
+        if len(recordings) != len(entries):
+            return
+        forward, outputs, cache = None, None, self._forward
+        if cache is not None:
+            forward = recordings.pop()
+            if self._random.get(key) == "forward":
+                # Such a forward is composed in its own graph, which is used up by that; record another.
+                forward = self._recorder.record(lambda: cache.call(key), strict=False)
+            outputs = forward.outputs
+        fill = self._arena.fill_of(key.bucket)
+        launch = self._arena.device.compose(fill, recordings, forward, self._random.get(key))
+        self.launches[key] = (launch, outputs)
+
+    def metadata(self, key: Key) -> Any:
+        """Give a key's static metadata, as the forward sees it."""
         return self._join([unit.cache.result(key) for unit in self._units])
 
     def _may_glue(self, unit: Unit, key: Key) -> bool:

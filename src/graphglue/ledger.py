@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from graphglue.core.buckets import Bucket
@@ -15,36 +17,53 @@ logger = logging.getLogger("graphglue")
 _EXPECTED = frozenset({Reason.IDLE_EAGER, Reason.IDLE_SKIPPED, Reason.NO_FORWARD_GRAPH, Reason.DISABLED})
 
 
+@dataclass(slots=True)
+class Tally:
+    """Count the steps of one decision at one real extent.
+
+    ``launch`` says how they run: None where preps or forward run eagerly, "" in one launch, and
+    otherwise why they can not.
+    """
+
+    decision: Decision
+    raw: Bucket
+    launch: str | None = None
+    steps: int = 0
+
+
 class Ledger:
     """Count every step, and log each fallback's reason once. Counters only grow."""
 
     def __init__(self, max_decisions: int = 32) -> None:
-        self._steps: Counter[tuple[Any, ...]] = Counter()
-        self._real_tokens = 0
-        self._bucket_tokens = 0
-        self._last: deque[Decision] = deque(maxlen=max_decisions)
+        self._tallies: dict[Any, Tally] = {}
+        self._last: deque[Tally] = deque(maxlen=max_decisions)
         self._told: set[Reason] = set()
 
-    def note(self, decision: Decision, raw: Bucket) -> None:
+    def tally(self, decision: Decision, raw: Bucket, launch: str | None = None) -> Tally:
+        """Give the counter of a decision at these real extents."""
+        key = (*_route(decision), raw, launch)
+        return self._tallies.setdefault(key, Tally(decision, raw, launch))
+
+    def note(self, tally: Tally) -> None:
         """Count one step."""
-        self._steps[decision.prep, decision.forward, decision.reason, decision.forward_reason, decision.bucket] += 1
-        self._real_tokens += raw.tokens
-        self._bucket_tokens += decision.bucket.tokens
-        self._last.append(decision)
-        if decision.prep is not Route.GLUE or decision.forward_reason is not None:
-            self._tell(decision, raw)
+        tally.steps += 1
+        self._last.append(tally)
+        if tally.steps == 1:
+            self._tell(tally.decision, tally.raw)
 
     def counters(self) -> dict[str, Any]:
         """Give all counters, JSON-ready."""
         fields = ("prep", "forward", "reason", "forward_reason", "bucket")
+        tallies = [tally for tally in self._tallies.values() if tally.steps]
+        routes = _summed((_route(tally.decision), tally.steps) for tally in tallies)
         return {
-            "steps": sum(self._steps.values()),
-            "real_tokens": self._real_tokens,
-            "bucket_tokens": self._bucket_tokens,
-            "routes": [{**_plain(fields, key), "steps": count} for key, count in self._steps.items()],
-            "last_decisions": [
-                _plain(fields, (d.prep, d.forward, d.reason, d.forward_reason, d.bucket)) for d in self._last
-            ],
+            "steps": sum(tally.steps for tally in tallies),
+            "real_tokens": sum(tally.steps * tally.raw.tokens for tally in tallies),
+            "bucket_tokens": sum(tally.steps * tally.decision.bucket.tokens for tally in tallies),
+            "one_launch": sum(tally.steps for tally in tallies if tally.launch == ""),
+            "launch_fallbacks": _summed((tally.launch, tally.steps) for tally in tallies if tally.launch),
+            "routes": [{**_plain(fields, route), "steps": count} for route, count in routes.items()],
+            "last_decisions": [_plain(fields, _route(tally.decision)) for tally in self._last],
         }
 
     def _tell(self, decision: Decision, raw: Bucket) -> None:
@@ -53,9 +72,20 @@ class Ledger:
             if reason is None or reason in self._told:
                 continue
             self._told.add(reason)
-            if reason not in _EXPECTED:
-                text = "the %s of a step ran eagerly: %s (real %s, bucket %s, key %s); further ones are only counted"
-                logger.warning(text, what, reason.value, tuple(raw), tuple(decision.bucket), tuple(decision.key))
+            level = logging.INFO if reason in _EXPECTED else logging.WARNING
+            text = "the %s of a step ran eagerly: %s (real %s, bucket %s, key %s); further ones are only counted"
+            logger.log(level, text, what, reason.value, tuple(raw), tuple(decision.bucket), tuple(decision.key))
+
+
+def _summed(counts: Iterable[tuple[Any, int]]) -> dict[Any, int]:
+    total: dict[Any, int] = {}
+    for key, count in counts:
+        total[key] = total.get(key, 0) + count
+    return total
+
+
+def _route(decision: Decision) -> tuple[Any, ...]:
+    return decision.prep, decision.forward, decision.reason, decision.forward_reason, decision.bucket
 
 
 def _plain(fields: tuple[str, ...], values: tuple[Any, ...]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -14,27 +13,24 @@ from graphglue.assembly import build_unit, check_declarations, key_space, resolv
 from graphglue.cache import GlueGraphCache
 from graphglue.capture import Capture, CaptureHooks, Views
 from graphglue.config import RunnerConfig
-from graphglue.core import trees
-from graphglue.core.batch import Batch, extents_of
-from graphglue.core.binding import Write
+from graphglue.core.batch import Batch
 from graphglue.core.buckets import Bucket, Ladder
 from graphglue.core.keys import Key
-from graphglue.core.routing import Decision, Reason, Route, State, StepFacts, route
+from graphglue.core.routing import Decision, State
 from graphglue.core.slots import Slot
 from graphglue.core.tables import Tables, TableSource, check_indices
 from graphglue.core.view import View
 from graphglue.device.arena import Arena, over_capacity
 from graphglue.errors import (
-    BindError,
     CaptureError,
     ClosedError,
     ConfigError,
     GraphGlueError,
 )
 from graphglue.graphs.base import Recorder
-from graphglue.ledger import Ledger
 from graphglue.registry import Prep, Registry
 from graphglue.step import Outputs, Prepared, Step, checked_axes
+from graphglue.stepping import Stepper
 
 
 class Runner:
@@ -96,16 +92,17 @@ class Runner:
         hooks = hooks or CaptureHooks()
         recorder = recorder or self.arena.device.recorder(hooks.stream, hooks.pool)
         self._units = [build_unit(registration, recorder, self.config) for registration in registrations]
-        self._run_forward = forward
         self._forward = None if forward is None else GlueGraphCache(forward, recorder=recorder, name="forward")
         self._views = Views(self.arena, self._tables.tensors, self._units)
         self._capture = Capture(
             self.arena, self._units, self._forward, self._views, self._tables.tensors, recorder, hooks,
             join=self._join, warmups=self.config.warmups,
         )  # fmt: skip
-        self._outputs: dict[Key, Outputs] = {}
+        self._stepper = Stepper(
+            self.arena, self._units, self._forward, forward, self._views, self._capture,
+            self._output_axes, self.config, self._join,
+        )  # fmt: skip
         self._wanted: tuple[Key, ...] = ()
-        self._ledger = Ledger()
         self._turn = _Turn()
         self._closed = False
 
@@ -153,13 +150,11 @@ class Runner:
         Sync: none of its own. Runs on the caller's current stream.
         """
         with self._turn:
-            raw, facts, decision = self._decide(batch, plan)
-            writes = self._bind(batch, raw, facts, decision)  # the last check: nothing is written before
-            views, forward_view = self._fill(writes, facts, decision)
-            metadata, decision = self._run_preps(decision, views)
-            outputs = self._run_model(decision, raw, forward_view, metadata)
-            self._ledger.note(decision, raw)
-            return Step(outputs, self._handed_out(metadata), decision, raw)
+            self._check_step(plan)
+            lane = self._stepper.lane(batch)  # describe, admit, agree, route
+            writes = self._stepper.load(lane, batch)  # bind: the last check, nothing is written before
+            metadata, outputs, decision, _ = self._stepper.run(lane, writes)  # one launch, or one by one
+            return Step(outputs, metadata, decision, lane.raw)
 
     def can_replay(self, batch: Batch) -> Decision:
         """Decide a step without running it: truthy when its forward replays as a graph.
@@ -167,7 +162,7 @@ class Runner:
         Looks at the counts only, writes nothing and communicates with nobody. Sync: none.
         """
         self._check_open()
-        return self._route(batch, extents_of(batch, self.space.width))[1]
+        return self._stepper.decide(batch)[2]
 
     def prepare(self, batch: Batch) -> Prepared:
         """Fill the slots and run the preps of one step, for an engine that owns its forward.
@@ -179,14 +174,11 @@ class Runner:
         Sync: none of its own. Runs on the caller's current stream.
         """
         with self._turn:
-            raw, facts, decision = self._decide(batch, None)
-            if facts.bucket is None:
-                raise over_capacity(raw, self.space)
-            writes = self._bind(batch, raw, facts, decision)
-            views, forward_view = self._fill(writes, facts, decision)
-            metadata, decision = self._run_preps(decision, views)
-            self._ledger.note(decision, raw)
-            return Prepared(forward_view, self._handed_out(metadata), decision, raw)
+            self._check_step(None)
+            lane = self._stepper.lane(batch)
+            writes = self._stepper.load(lane, batch, forward_needed=False)
+            metadata, _, decision, view = self._stepper.run(lane, writes, forward=False)
+            return Prepared(view, metadata, decision, lane.raw)
 
     def view(self, bucket: int | Bucket) -> View:
         """Show all slots and tables at a bucket, or at a size of the ladder."""
@@ -239,7 +231,7 @@ class Runner:
 
     def stats(self) -> dict[str, Any]:
         """Give the counters since construction and the state of every key, JSON-ready."""
-        return {**self._ledger.counters(), "keys": [self._key_stats(key) for key in self._wanted]}
+        return {**self._stepper.ledger.counters(), "keys": [self._key_stats(key) for key in self._wanted]}
 
     def __enter__(self) -> Runner:
         self._check_open()
@@ -248,95 +240,20 @@ class Runner:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    # The step, in order.
-
-    def _decide(self, batch: Batch, plan: Any) -> tuple[Bucket, StepFacts, Decision]:
-        self._check_open()
-        if plan is not None:
-            raise ConfigError("replay(plan=...): this runner has no ranks to agree with; leave plan out")
-        self._tables.check()
-        raw = extents_of(batch, self.space.width)
-        facts, decision = self._route(batch, raw)
-        if facts.bucket is None and self._forward is None:
-            raise over_capacity(raw, self.space)
-        return raw, facts, decision
-
-    def _route(self, batch: Batch, raw: Bucket) -> tuple[StepFacts, Decision]:
-        bucket = self.space.cover(raw)
-        facts = StepFacts(
-            raw=raw,
-            bucket=bucket,
-            mode=batch.mode,
-            features=batch.features,
-            ragged=raw.row_tokens == 0 and raw.requests > 0 and not self.space.counts_tokens,
-            enabled=self.config.enabled,
-            padding=self.config.padding,
-            waste_limit=self.config.waste_limit_in(batch.mode),
-        )
-        key = Key(batch.mode, *(raw if facts.exact or bucket is None else bucket), None, batch.variant)
-        preps = {unit.name: unit.facts(key) for unit in self._units}
-        return facts, route(facts, preps, key, None if self._forward is None else self._forward.state(key))
-
-    def _bind(self, batch: Batch, raw: Bucket, facts: StepFacts, decision: Decision) -> list[Write]:
-        sources = batch.sources
-        for unit in self._units:
-            if unit.registration.plan is None or decision.preps[unit.name].route is Route.SKIP:
-                continue
-            planned = unit.registration.plan(batch, decision.bucket)
-            if twice := sorted(set(planned) & set(sources)):
-                raise BindError(
-                    f"slots {twice} come from the batch and from the plan of prep {unit.name!r}; leave one out"
-                )
-            sources = {**sources, **planned}
-        return self.arena.bind(sources, raw, decision.bucket)
-
-    def _fill(self, writes: list[Write], facts: StepFacts, decision: Decision) -> tuple[list[View], View]:
-        self.arena.device.enter_step()
-        if facts.bucket is None:  # more rows than the slots have: fresh tensors, the slots stay as they are
-            return self._views.over(self.arena.scratch(writes, decision.bucket), decision.key)
-        self.arena.write(writes, decision.bucket)
-        if facts.exact:
-            return self._views.over(self.arena.targets(decision.bucket), decision.key)
-        return self._views.of(decision.key)
-
-    def _run_preps(self, decision: Decision, views: list[View]) -> tuple[Any, Decision]:
-        results, changes = [], []
-        for unit, view in zip(self._units, views):
-            result, changed = unit.run(decision.preps[unit.name].route, decision.key, view)
-            if unit.registration.publish is not None:
-                unit.registration.publish(result)
-            results.append(result)
-            changes.append(changed)
-        if decision.forward is Route.GRAPH and any(changes):  # the graph reads the static metadata, which is old now
-            decision = replace(decision, forward=Route.EAGER, forward_reason=Reason.METADATA_CHANGED)
-        return self._join(results), decision
-
-    def _run_model(self, decision: Decision, raw: Bucket, view: View, metadata: Any) -> Any:
-        if self._forward is None or self._run_forward is None:
-            return None
-        if decision.forward is Route.GRAPH:
-            self._forward.replay(decision.key)
-            return self._handed_out(self._outputs[decision.key].real(raw))
-        with torch.no_grad():
-            outputs = self._run_forward(view, metadata)
-        return self._handed_out(Outputs(outputs, self._output_axes, decision.bucket).real(raw))
-
     # Around the step.
 
     def _join(self, results: list[Any]) -> Any:
         """Give one prep's metadata as it is, and that of a list by prep name."""
         return {unit.name: result for unit, result in zip(self._units, results)} if self._several else results[0]
 
-    def _handed_out(self, tree: Any) -> Any:
-        return trees.map_tensors(torch.clone, tree) if self.config.clone_outputs else tree
-
     def _capture_keys(self, keys: Iterable[Key], progress: bool | None) -> list[Key]:
         try:
             self.arena.device.enter_step()
+            self._stepper.forget()
             recorded = self._capture.run(tuple(keys), progress)
             for key in recorded:
                 if self._forward is not None and self._forward.state(key) is State.CAPTURED:
-                    self._outputs[key] = Outputs(self._forward.result(key), self._output_axes, key.bucket)
+                    Outputs(self._forward.result(key), self._output_axes, key.bucket)  # checks the declared axes
         except BaseException:  # a broken declaration or an interrupt: no key is left half captured
             self._drop_keys()
             raise
@@ -344,7 +261,8 @@ class Runner:
 
     def _drop_keys(self) -> None:
         self.arena.device.synchronize()  # a graph that still runs must not lose its memory
-        self._outputs.clear()
+        self._stepper.forget()
+        self._capture.drop_launches(list(self._capture.launches))
         for cache in self._caches():
             cache.reset()
 
@@ -378,6 +296,13 @@ class Runner:
             "capture_seconds": sum(entry.capture_seconds for entry in entries.values()),
             "num_bytes": sum(entry.num_bytes for entry in entries.values()),
         }
+
+    def _check_step(self, plan: Any) -> None:
+        """Refuse what no step may run with: a closed runner, a plan nobody agreed on, a moved table."""
+        self._check_open()
+        if plan is not None:
+            raise ConfigError("replay(plan=...): this runner has no ranks to agree with; leave plan out")
+        self._tables.check()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -22,6 +22,8 @@ class Mode(str, enum.Enum):
     EXTEND = "extend"
     MIXED = "mixed"
 
+    __hash__ = str.__hash__  # a key is looked up at every step, and Enum's own hash runs Python
+
     @property
     def counts_tokens(self) -> bool:
         """Whether ladder sizes of this mode are tokens rather than requests."""

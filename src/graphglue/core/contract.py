@@ -57,15 +57,18 @@ class PrepContract(BaseModel):
     reads_end: Literal["prep", "forward"] = "prep"
     compile: bool = False
 
-    @model_validator(mode="wrap")
-    @classmethod
-    def _say_contract_error(cls, values: Any, handler: Any) -> Any:
-        try:
-            return handler(values)
-        except ValidationError as error:
-            name = values.get("name", "") if isinstance(values, Mapping) else ""
-            faults = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'contract'}: {e['msg']}" for e in error.errors())
-            raise ContractError(f"contract {name!r} is not usable: {faults}") from error
+    @model_validator(mode="after")
+    def _check_together(self) -> PrepContract:
+        if not self.modes:
+            raise ValueError("modes is empty; declare at least one, such as {Mode.DECODE}")
+        if self.idle == "skip" and self.modes != {Mode.EXTEND}:
+            raise ValueError(
+                "idle='skip' outside segmented EXTEND: under a full graph an idle replay would read and write "
+                "through the last step's metadata; use idle='eager' or 'glue'"
+            )
+        if unknown := set(self.effects) - set(self.tables):
+            raise ValueError(f"effects names {sorted(unknown)}, which tables does not; a changed table is also read")
+        return self
 
     @field_validator("outputs")
     @classmethod
@@ -80,18 +83,16 @@ class PrepContract(BaseModel):
     def _freeze(cls, members: AbstractSet[Any]) -> frozenset[Any]:
         return frozenset(members)
 
-    @model_validator(mode="after")
-    def _check_together(self) -> PrepContract:
-        if not self.modes:
-            raise ValueError("modes is empty; declare at least one, such as {Mode.DECODE}")
-        if self.idle == "skip" and self.modes != {Mode.EXTEND}:
-            raise ValueError(
-                "idle='skip' outside segmented EXTEND: under a full graph an idle replay would read and write "
-                "through the last step's metadata; use idle='eager' or 'glue'"
-            )
-        if unknown := set(self.effects) - set(self.tables):
-            raise ValueError(f"effects names {sorted(unknown)}, which tables does not; a changed table is also read")
-        return self
+    # Defined last, so that it wraps the others.
+    @model_validator(mode="wrap")
+    @classmethod
+    def _say_contract_error(cls, values: Any, handler: Any) -> Any:
+        try:
+            return handler(values)
+        except ValidationError as error:
+            name = values.get("name", "") if isinstance(values, Mapping) else ""
+            faults = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'contract'}: {e['msg']}" for e in error.errors())
+            raise ContractError(f"contract {name!r} is not usable: {faults}") from error
 
     def pads_of(self, slot: str) -> tuple[PadValue, ...]:
         """Give the pad values of a slot that this prep is right for."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from graphglue.core.likeness import Likeness
 from graphglue.core.slots import Slot
 from graphglue.errors import ConfigError, ContractError, StaleTableError
 
@@ -47,6 +48,10 @@ class Tables:
         self._sources: dict[str, TableSource] = {}
         self._places: dict[str, Place] = {}
         self.tensors: dict[str, torch.Tensor] = {}
+        self._callables: list[str] = []
+        self._current: list[torch.Tensor] = []
+        self._addresses: list[int] = []
+        self._likeness = Likeness([])
         for name, source in sources.items():
             self.bind(name, source)
 
@@ -61,6 +66,9 @@ class Tables:
         """Take a table in, or replace it."""
         tensor = self.resolve(name, source)
         self._sources[name], self.tensors[name], self._places[name] = source, tensor, Place.of(tensor)
+        self._callables = [key for key, given in self._sources.items() if not isinstance(given, torch.Tensor)]
+        self._current = list(self.tensors.values())
+        self._likeness, self._addresses = Likeness(self._current), [place.address for place in self._places.values()]
 
     def check(self) -> None:
         """Compare every table with what was captured: address, shape, stride, dtype. Sync: none.
@@ -68,6 +76,9 @@ class Tables:
         Raises:
             StaleTableError: one of them moved.
         """
+        alike = not self._callables and self._likeness.holds(self._current)
+        if alike and [tensor.data_ptr() for tensor in self._current] == self._addresses:
+            return
         for name, source in self._sources.items():
             tensor = source if isinstance(source, torch.Tensor) else _called(name, source)
             if (place := Place.of(tensor)) != self._places[name]:

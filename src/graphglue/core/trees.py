@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +31,30 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 def unflatten(leaves: list[Any], structure: Any) -> Any:
     """Put a tree together again."""
     return pytree.tree_unflatten(leaves, structure)
+
+
+class Packed:
+    """Hold a tree that is handed out again and again; every caller gets containers of his own."""
+
+    __slots__ = ("_copy", "_leaves", "_structure")
+
+    def __init__(self, tree: Any) -> None:
+        self._leaves, self._structure = pytree.tree_flatten(tree)
+        self._copy: Callable[[], Any] | None = None
+        if isinstance(tree, torch.Tensor):
+            self._copy = lambda: tree
+        elif type(tree) is dict and _is_flat(tree.values()):
+            self._copy = tree.copy
+        elif type(tree) in (tuple, list) and _is_flat(tree):
+            self._copy = lambda: type(tree)(tree)
+
+    def tree(self) -> Any:
+        """Give the tree."""
+        return self._copy() if self._copy is not None else pytree.tree_unflatten(self._leaves, self._structure)
+
+
+def _is_flat(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, (torch.Tensor, *_PLAIN)) for value in values)
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from graphglue.core.batch import Batch, extents_of
@@ -14,9 +15,11 @@ from graphglue.core.buckets import Bucket, Ladder
 from graphglue.core.keys import KeySpace
 from graphglue.core.slots import Axis, Computed, Slot
 from graphglue.core.view import View
-from graphglue.device.base import Device, open_device
+from graphglue.device.base import Device, Fill, open_device
 from graphglue.errors import BindError, CapacityError, ConfigError
 from graphglue.graphs.guard import place
+
+_ALIGNMENT_BYTES = 256  # what a GPU's own allocations give; every dtype and 16-byte access is served
 
 
 class Arena:
@@ -53,9 +56,10 @@ class Arena:
         _check_computed(self.slots.values(), space.capacity)
         self.device: Device = open_device(device)
         with torch.inference_mode(False), torch.no_grad():
-            self._storage = {name: self._allocate(slot) for name, slot in self.slots.items()}
+            self._storage, self._owned = self._allocate_all()
         self._starts, self._spans = self._index_storage()
         self._targets: dict[Bucket, dict[str, torch.Tensor]] = {}
+        self._fills: dict[Bucket, Fill] = {}
         self.fill_idle(space.bucket(space.ladder.largest))
 
     def view(self, bucket: Bucket | int) -> View:
@@ -101,15 +105,27 @@ class Arena:
 
     def write(self, writes: Sequence[Write], bucket: Bucket) -> None:
         """Run a fill that was bound before. Sync: none."""
-        self.device.fill(writes, self.targets(bucket))
+        fill = self.fill_of(bucket)
+        fill.load(writes)
+        fill.run()
+
+    def fill_of(self, bucket: Bucket) -> Fill:
+        """Give the fill of a bucket of the ladder; the same one on every call."""
+        found = self._fills.get(bucket)
+        if found is None:
+            found = self.device.bucket_fill(self.slots, self.targets(bucket), self._owned)
+            if bucket in self._targets:
+                self._fills[bucket] = found
+        return found
 
     def fill_capture(self, bucket: Bucket) -> None:
         """Fill a bucket's slots with the values that preps see while they are recorded."""
-        self.device.fill([self._capture_write(slot, bucket) for slot in self.slots.values()], self.targets(bucket))
+        writes = [self._capture_write(slot, bucket) for slot in self.slots.values()]
+        self.device.fill_once(writes, self.targets(bucket))
 
     def fill_idle(self, bucket: Bucket) -> None:
         """Fill a bucket's slots with idle values."""
-        self.write(self.bind({}, Bucket(0, 0, 0), bucket), bucket)
+        self.device.fill_once(self.bind({}, Bucket(0, 0, 0), bucket), self.targets(bucket))
 
     def scratch(self, writes: Sequence[Write], bucket: Bucket) -> dict[str, torch.Tensor]:
         """Fill fresh tensors at the writes' own extents; the slots stay as they are."""
@@ -119,7 +135,7 @@ class Arena:
                 name: torch.empty(slot.shape(self._rows(slot, bucket)), dtype=slot.dtype, device=device)
                 for name, slot in self.slots.items()
             }
-        self.device.fill(writes, fresh)
+        self.device.fill_once(writes, fresh)
         return fresh
 
     def targets(self, bucket: Bucket) -> dict[str, torch.Tensor]:
@@ -139,10 +155,28 @@ class Arena:
     def _rows(self, slot: Slot, extents: Bucket) -> int:
         return slot.rows(extents.requests, extents.tokens, self.num_ranks)
 
-    def _allocate(self, slot: Slot) -> torch.Tensor:
-        if slot.storage is None:
-            shape = slot.shape(self._rows(slot, self.space.capacity))
-            return torch.empty(shape, dtype=slot.dtype, device=self.device.torch_device)
+    def _allocate_all(self) -> tuple[dict[str, torch.Tensor], list[tuple[int, int]]]:
+        """Cut our own slots from one block, and adopt the others; give the address ranges of all."""
+        shapes = {name: slot.shape(self._rows(slot, self.space.capacity)) for name, slot in self.slots.items()}
+        sizes = {
+            name: torch.Size(shape).numel() * self.slots[name].dtype.itemsize
+            for name, shape in shapes.items()
+            if self.slots[name].storage is None
+        }
+        total = sum(_aligned(size) for size in sizes.values())
+        block = torch.empty(total, dtype=torch.uint8, device=self.device.torch_device)
+        storage, offset = {}, 0
+        for name, slot in self.slots.items():
+            if slot.storage is not None:
+                storage[name] = self._adopt(slot)
+                continue
+            storage[name] = block[offset : offset + sizes[name]].view(slot.dtype).view(shapes[name])
+            offset += _aligned(sizes[name])
+        adopted = [storage[name] for name, slot in self.slots.items() if slot.storage is not None]
+        return storage, [(t.data_ptr(), t.data_ptr() + _span_bytes(t)) for t in (block, *adopted)]
+
+    def _adopt(self, slot: Slot) -> torch.Tensor:
+        assert slot.storage is not None
         for size in self.space.ladder:
             needed = slot.shape(self._rows(slot, self.space.bucket(size)))
             if not _holds(slot, tuple(slot.storage.shape), needed):
@@ -192,9 +226,12 @@ class Arena:
                 f"slot {slot.name!r} is missing from the batch, which hands in {sorted(sources)}; "
                 "hand it in, or declare missing='pad'"
             )
+        if isinstance(source, torch.Tensor) and self._is_own(slot, source, raw_rows, bucket):
+            return Write(slot, None, raw_rows, rows, slot.pad)
         write = bind_source(slot, source, raw_rows, rows, self.device.torch_device)
-        if isinstance(write.source, torch.Tensor) and self._is_own(slot, write.source, raw_rows, bucket):
-            write.source = None
+        if isinstance(source, np.ndarray) and isinstance(write.source, torch.Tensor):
+            if self._is_own(slot, write.source, raw_rows, bucket):
+                write.source = None
         return write
 
     def _is_own(self, slot: Slot, source: torch.Tensor, raw_rows: int, bucket: Bucket) -> bool:
@@ -204,8 +241,11 @@ class Arena:
             return False
         target = self.targets(bucket)[slot.name]
         head = target if slot.axis is Axis.FIXED else target.narrow(slot.row_dim, 0, raw_rows)
-        if owner == slot.name and source.data_ptr() == head.data_ptr() and source.stride() == head.stride():
-            return source.dtype == head.dtype
+        if owner == slot.name and source.data_ptr() == head.data_ptr():
+            if source.shape != head.shape or source.dtype != head.dtype:
+                return False  # binding names what is off
+            if source.stride() == head.stride():
+                return True
         raise BindError(
             f"slot {slot.name!r}: the source lies in the memory of slot {owner!r}, which the same fill writes; "
             f"hand in a copy, or the slot's own view narrowed to the real rows"
@@ -287,6 +327,10 @@ def _holds(slot: Slot, seen: tuple[int, ...], needed: tuple[int, ...]) -> bool:
     return len(seen) == len(needed) and all(
         have >= want if dim == row_dim else have == want for dim, (have, want) in enumerate(zip(seen, needed))
     )
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def _span_bytes(tensor: torch.Tensor) -> int:

@@ -8,7 +8,38 @@ from typing import Any, Protocol
 import torch
 
 from graphglue.core.binding import Write
-from graphglue.graphs.base import Recorder
+from graphglue.core.slots import Slot
+from graphglue.graphs.base import Recorder, Recording
+
+
+class Fill(Protocol):
+    """Fill one bucket's slots: take a step's sources in, then write them all."""
+
+    def load(self, writes: Sequence[Write]) -> None:
+        """Take in a step that was bound. Host values are snapshotted now. Sync: none."""
+
+    def remember(self, writes: Sequence[Write], sources: Mapping[str, Any]) -> Any:
+        """Remember how this step was bound, so that one like it need not be; None if it can't be."""
+
+    def load_known(self, known: Any, sources: Mapping[str, Any]) -> bool:
+        """Take in a step whose sources are like the remembered ones; False if they are not."""
+
+    def run(self) -> None:
+        """Write what was loaded, on the caller's current stream. Sync: none."""
+
+
+class Launch(Protocol):
+    """Run a loaded fill and what was recorded for one key, one after the other."""
+
+    @property
+    def fallback(self) -> str | None:
+        """Why this is more than one launch; None if it is one."""
+
+    def run(self) -> None:
+        """Launch on the caller's current stream. Sync: none."""
+
+    def close(self) -> None:
+        """Drop what was composed. Calling it twice is fine."""
 
 
 class Device(Protocol):
@@ -24,21 +55,56 @@ class Device(Protocol):
     def enter_step(self) -> None:
         """Order this step behind the last one, which may have run on another stream. Sync: none."""
 
-    def fill(self, writes: Sequence[Write], targets: Mapping[str, torch.Tensor]) -> None:
-        """Write heads and tails into ``targets``, slot name -> tensor of the bucket's extent.
+    def bucket_fill(
+        self, slots: Mapping[str, Slot], targets: Mapping[str, torch.Tensor], owned: Sequence[tuple[int, int]]
+    ) -> Fill:
+        """Build the fill of a bucket's slots, which it writes step after step.
 
-        Host sources are snapshotted when this returns; device sources are kept alive until they
-        were read. Sync: none. Capturable: no.
+        Args:
+            slots: the slots by name.
+            targets: each slot at the bucket's extent.
+            owned: address ranges of all slots' memory, which no source may lie in unseen.
         """
+
+    def fill_once(self, writes: Sequence[Write], targets: Mapping[str, torch.Tensor]) -> None:
+        """Write heads and tails into any targets, slot name -> tensor. Sync: none."""
+
+    def compose(self, fill: Fill, preps: Sequence[Recording], forward: Recording | None, random: str | None) -> Launch:
+        """Join a fill with what was recorded behind it, in one launch where the device can.
+
+        Args:
+            fill: the bucket's fill.
+            preps: the recorded preps, in order.
+            forward: the recorded forward; None for an engine that owns its own.
+            random: what draws random numbers: "prep", "forward" or nothing.
+        """
+
+    def random_offset(self) -> int:
+        """Give the position of the device's random generator; it moves when numbers are drawn."""
 
     def free_bytes(self) -> int | None:
         """Free device memory in bytes; None where nobody counts it."""
 
-    def used_bytes(self) -> int:
-        """Device memory that the allocator holds, in bytes."""
-
     def synchronize(self) -> None:
         """Wait for all queued work. Sync: the device. Never called while replaying."""
+
+
+class SeparateLaunches:
+    """Launch the fill and each recording one by one: what a device does that can not join them."""
+
+    def __init__(self, fill: Fill, recordings: Sequence[Recording], fallback: str) -> None:
+        self._fill, self._recordings = fill, tuple(recordings)
+        self.fallback: str | None = fallback
+
+    def run(self) -> None:
+        """Launch the fill and the recordings, in order. Sync: none."""
+        self._fill.run()
+        for recording in self._recordings:
+            recording.replay()
+
+    def close(self) -> None:
+        """Drop the recordings; their owner closes them."""
+        self._recordings = ()
 
 
 def open_device(device: torch.device | str) -> Device:

@@ -8,10 +8,37 @@ from typing import Any
 import torch
 
 from graphglue.core.binding import Write
+from graphglue.core.slots import Slot
+from graphglue.device.base import Device, Fill, Launch, SeparateLaunches
 from graphglue.device.fill import fill_slots
 from graphglue.errors import ConfigError
-from graphglue.graphs.base import Recorder
+from graphglue.graphs.base import Recorder, Recording
 from graphglue.graphs.tape import Tape
+
+
+class TorchFill:
+    """Fill by torch operations, one or two for each slot."""
+
+    def __init__(self, targets: Mapping[str, torch.Tensor], device: Device) -> None:
+        self._targets, self._device = targets, device
+        self._writes: Sequence[Write] = ()
+
+    def load(self, writes: Sequence[Write]) -> None:
+        """Take in a step that was bound."""
+        self._writes = writes
+
+    def remember(self, writes: Sequence[Write], sources: Mapping[str, Any]) -> None:
+        """Remember nothing: this fill is not the fast one."""
+        return
+
+    def load_known(self, known: Any, sources: Mapping[str, Any]) -> bool:
+        """Say that nothing is known."""
+        return False
+
+    def run(self) -> None:
+        """Write what was loaded; host values are read before this returns."""
+        writes, self._writes = self._writes, ()
+        self._device.fill_once(writes, self._targets)
 
 
 class CpuDevice:
@@ -29,18 +56,28 @@ class CpuDevice:
     def enter_step(self) -> None:
         """Do nothing: the CPU runs one step after the other."""
 
-    def fill(self, writes: Sequence[Write], targets: Mapping[str, torch.Tensor]) -> None:
-        """Fill the slots; sources were read when this returns."""
+    def bucket_fill(
+        self, slots: Mapping[str, Slot], targets: Mapping[str, torch.Tensor], owned: Sequence[tuple[int, int]]
+    ) -> Fill:
+        """Build a fill of torch operations."""
+        return TorchFill(targets, self)
+
+    def fill_once(self, writes: Sequence[Write], targets: Mapping[str, torch.Tensor]) -> None:
+        """Fill the targets; sources were read when this returns."""
         with torch.no_grad():
             fill_slots(writes, targets)
+
+    def compose(self, fill: Fill, preps: Sequence[Recording], forward: Recording | None, random: str | None) -> Launch:
+        """Run one after the other: the tape has no launches to save."""
+        return SeparateLaunches(fill, [*preps, *([forward] if forward else [])], "the CPU tape launches nothing")
+
+    def random_offset(self) -> int:
+        """Give 0: a tape's replay draws from the CPU's generator by itself."""
+        return 0
 
     def free_bytes(self) -> int | None:
         """Give None: host memory is not what limits capture."""
         return None
-
-    def used_bytes(self) -> int:
-        """Give 0: the tape counts its own bytes."""
-        return 0
 
     def synchronize(self) -> None:
         """Do nothing: CPU work is done when it returns."""

@@ -1,4 +1,4 @@
-"""A GPU as a device: torch operations for the fill, CUDA graphs for the rest."""
+"""A GPU as a device: the fill kernel, CUDA graphs, and both in one launch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ from typing import Any
 import torch
 
 from graphglue.core.binding import Write
+from graphglue.core.slots import Slot
+from graphglue.device.base import Fill, Launch, SeparateLaunches
+from graphglue.device.cpu import TorchFill
 from graphglue.device.fill import fill_slots
+from graphglue.device.kernel import KernelUnavailable
+from graphglue.device.kernel_fill import KernelFill
+from graphglue.device.launch import ParentLaunch, PrependedLaunch
 from graphglue.device.streams import InFlight, StepOrder
-from graphglue.errors import ConfigError
-from graphglue.graphs.base import Recorder
-from graphglue.graphs.cuda import CudaRecorder
+from graphglue.errors import ConfigError, GraphGlueError
+from graphglue.graphs.base import Recorder, Recording
+from graphglue.graphs.cuda import CudaRecorder, CudaRecording
 
 _ALIGNMENT_BYTES = 16
 
@@ -29,7 +35,8 @@ class CudaDevice:
             raise ConfigError(f"device {str(device)!r}: torch sees {torch.cuda.device_count()} GPUs")
         self.torch_device = torch.device("cuda", index)
         self._order = StepOrder(self.torch_device)
-        self._in_flight = InFlight()
+        self._in_flight = InFlight(self.torch_device)
+        self.fill_fallback: str | None = None
 
     def recorder(self, stream: Any = None, pool: Any = None) -> Recorder:
         """Build a recorder of CUDA graphs, on the engine's stream and memory pool if given."""
@@ -39,24 +46,61 @@ class CudaDevice:
         """Order this step behind the last one, which may have run on another stream. Sync: none."""
         self._order.enter()
 
-    def fill(self, writes: Sequence[Write], targets: Mapping[str, torch.Tensor]) -> None:
-        """Fill the slots on the caller's current stream.
+    def bucket_fill(
+        self, slots: Mapping[str, Slot], targets: Mapping[str, torch.Tensor], owned: Sequence[tuple[int, int]]
+    ) -> Fill:
+        """Build a fill of one kernel; of torch operations where that is not possible, and say why."""
+        try:
+            return KernelFill(slots, targets, self.torch_device, self._order, self._in_flight, owned)
+        except KernelUnavailable as error:
+            self.fill_fallback = str(error)
+            return TorchFill(targets, self)
+
+    def fill_once(self, writes: Sequence[Write], targets: Mapping[str, torch.Tensor]) -> None:
+        """Fill targets by torch operations on the caller's current stream.
 
         Host sources are packed into one pinned block before this returns, so the caller may
         overwrite them at once. Sync: none.
         """
         with torch.no_grad(), torch.cuda.device(self.torch_device):
-            writes, block = self._staged(writes)
+            writes, blocks = self._staged(writes)
             fill_slots(writes, targets, non_blocking=True)
-            sources = tuple(w.source for w in writes if isinstance(w.source, torch.Tensor))
-            if sources:
-                self._in_flight.hold(block, sources)
+            stream = torch._C._cuda_getCurrentRawStream(self.torch_device.index)
+            self._in_flight.hold(blocks, [write.source for write in writes], stream)
 
-    def _staged(self, writes: Sequence[Write]) -> tuple[list[Write], torch.Tensor | None]:
+    def compose(self, fill: Fill, preps: Sequence[Recording], forward: Recording | None, random: str | None) -> Launch:
+        """Join fill, preps and forward in one launch, or say why they are launched one by one."""
+        recordings = [*preps, *([forward] if forward else [])]
+        if not isinstance(fill, KernelFill):
+            return SeparateLaunches(fill, recordings, self.fill_fallback or "the fill is not one kernel")
+        graphs = [recording.graph for recording in recordings if isinstance(recording, CudaRecording)]
+        if len(graphs) != len(recordings):
+            return SeparateLaunches(fill, recordings, "another recorder than graphglue's made the graphs")
+        if random == "prep":
+            return SeparateLaunches(fill, recordings, "a prep draws random numbers, which only its own replay advances")
+        try:
+            with torch.cuda.device(self.torch_device):
+                return PrependedLaunch(fill, graphs[:-1], graphs[-1]) if random else ParentLaunch(fill, graphs)
+        except GraphGlueError as error:  # memory and conditional nodes can not be children
+            return SeparateLaunches(fill, recordings, f"the graphs can not be composed: {error}")
+
+    def random_offset(self) -> int:
+        """Give the position of the device's default generator. Sync: none."""
+        return torch.cuda.default_generators[self.torch_device.index].get_offset()
+
+    def free_bytes(self) -> int | None:
+        """Free device memory in bytes, as the driver counts it."""
+        return torch.cuda.mem_get_info(self.torch_device)[0]
+
+    def synchronize(self) -> None:
+        """Wait for all queued work. Sync: the device."""
+        torch.cuda.synchronize(self.torch_device)
+
+    def _staged(self, writes: Sequence[Write]) -> tuple[list[Write], list[torch.Tensor]]:
         """Copy host sources into a pinned block, in the slot's dtype."""
         sources = {w.slot.name: w.source for w in writes if isinstance(w.source, torch.Tensor) and w.source.is_cpu}
         if not sources:
-            return list(writes), None
+            return list(writes), []
         itemsizes = {write.slot.name: write.slot.dtype.itemsize for write in writes}
         total = sum(_aligned(source.numel() * itemsizes[name]) for name, source in sources.items())
         block, offset, staged = self._in_flight.block(total or 1), 0, []
@@ -69,19 +113,7 @@ class CudaDevice:
                 write = replace(write, source=pinned)
                 offset += _aligned(num_bytes)
             staged.append(write)
-        return staged, block
-
-    def free_bytes(self) -> int | None:
-        """Free device memory in bytes, as the driver counts it."""
-        return torch.cuda.mem_get_info(self.torch_device)[0]
-
-    def used_bytes(self) -> int:
-        """Device memory that torch's allocator holds, in bytes."""
-        return torch.cuda.memory_reserved(self.torch_device)
-
-    def synchronize(self) -> None:
-        """Wait for all queued work. Sync: the device."""
-        torch.cuda.synchronize(self.torch_device)
+        return staged, [block]
 
 
 def _aligned(num_bytes: int) -> int:

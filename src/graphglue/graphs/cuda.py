@@ -6,6 +6,7 @@ middle of it. ``capture_begin`` and ``capture_end`` are called here, and a failu
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -61,6 +62,11 @@ class CudaRecording:
         self._held = held
 
     @property
+    def is_open(self) -> bool:
+        """Whether the graph is still there, and with it its pool."""
+        return self._graph is not None
+
+    @property
     def graph(self) -> torch.cuda.CUDAGraph:
         """The torch graph, made with ``keep_graph=True``: it can be composed into another."""
         if self._graph is None:
@@ -70,7 +76,9 @@ class CudaRecording:
     @property
     def outputs(self) -> Any:
         """What the callable returned; computed by a replay."""
-        return self._outputs if self.graph else None
+        if self._graph is None:
+            raise ClosedError("this recording was closed; record the callable again")
+        return self._outputs
 
     @property
     def num_bytes(self) -> int:
@@ -107,13 +115,23 @@ class CudaRecorder:
         index = torch.cuda.current_device() if named.index is None else named.index
         self._device = torch.device("cuda", index)
         self._stream = torch.cuda.Stream(self._device) if stream is None else stream
-        self._pool = torch.cuda.graph_pool_handle() if pool is None else pool
+        self._given_pool, self._own_pool = pool, torch.cuda.graph_pool_handle()
+        self._recordings: weakref.WeakSet[CudaRecording] = weakref.WeakSet()
         self._failed: list[torch.cuda.CUDAGraph] = []
 
     @property
     def device(self) -> torch.device:
         """The CUDA device, with its index."""
         return self._device
+
+    @property
+    def _pool(self) -> Any:
+        """The pool of the next capture: torch refuses the handle of a pool whose last graph is gone."""
+        if self._given_pool is not None:
+            return self._given_pool
+        if not any(recording.is_open for recording in self._recordings):
+            self._own_pool = torch.cuda.graph_pool_handle()
+        return self._own_pool
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -153,37 +171,37 @@ class CudaRecorder:
             num_bytes = max(0, torch.cuda.memory_reserved(self._device) - reserved)
             with guard.plain():
                 outputs = pytree.tree_map(_normal, outputs)
-            return CudaRecording(graph, outputs, num_bytes, holding.held)
+            recording = CudaRecording(graph, outputs, num_bytes, holding.held)
+            self._recordings.add(recording)
+            return recording
 
     def _capture(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        graph, pool = torch.cuda.CUDAGraph(keep_graph=True), self._pool
         try:
             # thread_local: another thread's copies and allocations do not break this capture.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             outputs = run()
         except BaseException:
-            self._abandon(graph)
+            self._abandon(graph, pool)
             raise
         try:
             graph.capture_end()
             graph.instantiate()
         except RuntimeError as error:
-            self._unwind(graph)
-            raise CaptureError(
-                f"the capture did not end as a valid graph; it was dropped: {error}"
-            ) from error
+            self._unwind(graph, pool)
+            raise CaptureError(f"the capture did not end as a valid graph; it was dropped: {error}") from error
         return graph, outputs
 
-    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+    def _abandon(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         """End a capture whose callable raised. The stream leaves capture mode whether or not this raises."""
         try:
             graph.capture_end()
         except RuntimeError:
-            self._unwind(graph)
+            self._unwind(graph, pool)
         else:
             graph.reset()
 
-    def _unwind(self, graph: torch.cuda.CUDAGraph) -> None:
+    def _unwind(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         """Undo what torch leaves behind when ``capture_end`` raises on an invalidated capture.
 
         Up to 2.11 it raises before it tells the allocator, which then takes the pool for still being
@@ -195,11 +213,11 @@ class CudaRecorder:
         self._failed.append(graph)
         graph.reset()
         try:
-            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+            torch._C._cuda_endAllocateToPool(self._device.index, pool)
         except (RuntimeError, AttributeError):
             pass
         else:
-            torch._C._cuda_releasePool(self._device.index, self._pool)
+            torch._C._cuda_releasePool(self._device.index, pool)
         self._reset_generator()
 
     def _reset_generator(self) -> None:
@@ -210,7 +228,7 @@ class CudaRecorder:
         """
         graph = torch.cuda.CUDAGraph()
         with suppress(RuntimeError):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(capture_error_mode="thread_local")
             torch.zeros(1, device=self._device)
             graph.capture_end()
             graph.reset()

@@ -5,8 +5,9 @@ index that reads its own bounds), so a recording runs under both: ``FunctionGuar
 ``DispatchGuard`` inside. Both look names up in ``RULES`` and neither has rules of its own. What a
 callable refuses stays refused: a swallowed ``CaptureError`` is raised again when the callable returns.
 
-Known limit: ``torch.frombuffer`` and ``torch.from_dlpack`` tell neither mode that they ran. On CUDA
-their upload is refused; on the tape their contents stay as they were.
+Known limits: ``torch.frombuffer`` and ``torch.from_dlpack`` tell neither mode that they ran; on CUDA
+their upload is refused, on the tape their contents stay as they were. ``nn.TransformerEncoderLayer``
+and ``nn.MultiheadAttention`` leave their fused path under any function mode, so they round differently.
 """
 
 from __future__ import annotations
@@ -98,6 +99,11 @@ def _device_value(call: Call) -> bool:
     return isinstance(call.args[-1], torch.Tensor) and _is_there(call.args[-1], call)
 
 
+def _host_operand(call: Call) -> bool:
+    there = [_is_there(operand, call) for operand in call.args if isinstance(operand, torch.Tensor)]
+    return any(there) and not all(there)
+
+
 def _lacks_size(call: Call) -> bool:
     # The overload that counts takes repeats alone; the others end in it.
     return len(call.args) == 1 and call.kwargs.get("output_size") is None
@@ -165,7 +171,6 @@ RULES: tuple[Rule, ...] = (
         _on_tape,
     ),
     Rule(("aten::_local_scalar_dense", "aten::equal", "aten::allclose"), _READ, _KEEP, _on_device),
-    Rule(("aten::item", "aten::is_nonzero"), _READ, _KEEP, _on_device),
     Rule((torch.Tag.data_dependent_output,), _READ, _KEEP),
     Rule(("aten::index",), _SHAPE, _FIXED, _masks),
     Rule(("aten::repeat_interleave",), _SHAPE, _FIXED, _lacks_size),
@@ -175,6 +180,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("aten::_to_copy", "aten::copy_"), _UPLOAD, _DECLARE, _uploads),
     Rule(("aten::_to_copy",), _READ, _KEEP, _downloads),
     Rule(("aten::index", "aten::index_put", "aten::index_put_"), _UPLOAD, _DECLARE, _host_index),
+    Rule(("aten::where",), _UPLOAD, "pass the number itself, torch.where(mask, values, 0)", _host_operand),
     Rule(("aten::index_put", "aten::index_put_", "aten::_index_put_impl_"), _COUNT, _WHERE, _masks_many),
     Rule(("aten::index_put", "aten::index_put_"), _VALUE, _WHERE, _masks_device_value),
     Rule(("aten::masked_fill", "aten::masked_fill_"), _VALUE, _WHERE, _device_value),

@@ -125,7 +125,8 @@ class _Taping(guard.DispatchGuard):
         for position, argument in enumerate(func._schema.arguments):
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             storage = value.untyped_storage() if isinstance(value, torch.Tensor) else None
-            if argument.is_write and storage is not None and storage._cdata in self._guard.baked:
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written and storage is not None and storage._cdata in self._guard.baked:
                 self._guard.refuse(str(func), "writes into a host constant", "start from torch.full")
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -245,7 +246,7 @@ class TapeRecording:
             raise CaptureError("a replay inside a recording is not recorded; replay after it has ended")
         if any(storage.data_ptr() != address for storage, address in self._addresses):
             raise StaleTableError("a tensor that this recording uses was resized and moved; record it again")
-        with torch.inference_mode():  # lets normal and inference tensors be written alike
+        with torch.inference_mode():  # all tensors of the steps are normal ones: it only spares autograd
             for step in steps:
                 step.play()
 

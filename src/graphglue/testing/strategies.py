@@ -91,8 +91,8 @@ def contents(
         special = rng.choice([np.nan, np.inf, -np.inf, -0.0], extents)
         return torch.from_numpy(np.asarray(np.where(rng.random(extents) < 0.2, special, quarters))).to(dtype)
     low, high = (torch.iinfo(dtype).min, torch.iinfo(dtype).max) if valid is None else (int(valid[0]), int(valid[1]))
-    small = min(low + 100, high) if low >= 0 else min(100, high)
-    high = draw(st.sampled_from([small, high]))
+    if max(low, -5) <= min(high, 99) and draw(st.booleans()):
+        low, high = max(low, -5), min(high, 99)
     return torch.from_numpy(np.asarray(rng.integers(low, high, extents, endpoint=True))).to(dtype)
 
 
@@ -162,7 +162,7 @@ def slots(
         inner=inner,
         row_dim=row_dim,
         missing=draw(st.sampled_from(["error", "pad"])),
-        capture=draw(st.none() | number | rows),
+        capture=draw(st.none() | number | (rows if axis is not Axis.FIXED else number)),
         idle=draw(st.none() | number),
         index_of=table,
         accepts=draw(st.lists(st.sampled_from(wider), max_size=1).map(tuple)) if wider else (),

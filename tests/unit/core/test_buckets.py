@@ -68,9 +68,7 @@ def test_the_smallest_size_that_covers(count: int, size: int | None) -> None:
         ([16], 3, (18,)),
     ],
 )
-def test_bucket_list_is_rounded_up_to_a_multiple(
-    sizes: list[int], multiple: int, rounded: tuple[int, ...]
-) -> None:
+def test_bucket_list_is_rounded_up_to_a_multiple(sizes: list[int], multiple: int, rounded: tuple[int, ...]) -> None:
     once = Ladder(sizes).aligned(multiple)
     assert once.sizes == rounded
     assert once.aligned(multiple) == once

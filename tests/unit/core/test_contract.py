@@ -151,7 +151,7 @@ def test_an_idle_value_matters_only_to_a_prep_that_glues_idle_steps() -> None:
     other_idle = {"x": slot(0, idle=5)}
     check_contracts({"p": contract(reads={"x": 0}, idle="eager")}, other_idle, ())
     check_contracts({"p": contract(reads={"x": (0, 5)}, idle="glue")}, other_idle, ())
-    with pytest.raises(ContractError, match="idle value 5.0, but prep 'p' glues IDLE steps and is right for 0"):
+    with pytest.raises(ContractError, match=r"idle value 5.0, but prep 'p' glues IDLE steps and is right for 0"):
         check_contracts({"p": contract(reads={"x": 0}, idle="glue")}, other_idle, ())
 
 

@@ -16,9 +16,7 @@ def slot(axis: str = "request", dtype: torch.dtype = torch.int64, pad: Any = 0, 
     return Slot("x", axis=axis, dtype=dtype, pad=pad, **more)
 
 
-@pytest.mark.parametrize(
-    ("axis", "rows"), [("request", 3), ("token", 12), ("offset", 4), ("rank", 8), ("fixed", 1)]
-)
+@pytest.mark.parametrize(("axis", "rows"), [("request", 3), ("token", 12), ("offset", 4), ("rank", 8), ("fixed", 1)])
 def test_rows_follow_the_axis(axis: str, rows: int) -> None:
     assert slot(axis).rows(3, 12, num_ranks=8) == rows
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
 from graphglue.errors import CaptureError, ClosedError
-from graphglue.graphs.base import Recorder, Recording
+from graphglue.graphs.base import Recorder
 
 Program = Callable[..., Any]
 
@@ -39,12 +39,7 @@ def _same_leaf(left: Any, right: Any) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8)
-
-
-def record(recorder: Recorder, run: Callable[[], Any]) -> Recording:
-    with recorder.session():
-        return recorder.record(run)
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def inputs_on(device: torch.device) -> list[torch.Tensor]:
@@ -65,7 +60,7 @@ def check_agreement(recorder: Recorder, program: Program) -> None:
     """Replay a program on three fills of its inputs, each compared bitwise with the eager program."""
     inputs = inputs_on(recorder.device)
     program(*(tensor.clone() for tensor in inputs))  # the warm-up
-    recording = record(recorder, lambda: program(*inputs))
+    recording = recorder.record(lambda: program(*inputs))
     for step in range(3):
         rewrite(inputs, step)
         twins = [tensor.clone() for tensor in inputs]
@@ -112,7 +107,7 @@ def test_replay_runs_no_python(recorder: Recorder) -> None:
         calls.append(0)
         return ints + 1
 
-    recording = record(recorder, run)
+    recording = recorder.record(run)
     for _ in range(3):
         recording.replay()
     assert len(calls) == 1
@@ -122,7 +117,7 @@ def test_replay_runs_no_python(recorder: Recorder) -> None:
 def test_a_number_stays_baked(recorder: Recorder) -> None:
     ints, *_ = inputs_on(recorder.device)
     factor = 2
-    recording = record(recorder, lambda: (ints * factor, ints + torch.tensor(factor)))
+    recording = recorder.record(lambda: (ints * factor, ints + torch.tensor(factor)))
     factor = 5
     recording.replay()
     assert same(recording.outputs, (ints * 2, ints + 2))
@@ -131,7 +126,7 @@ def test_a_number_stays_baked(recorder: Recorder) -> None:
 def test_a_rebound_tensor_is_not_seen_and_a_rewritten_one_is(recorder: Recorder) -> None:
     ints, *_ = inputs_on(recorder.device)
     table = torch.zeros_like(ints)
-    recording = record(recorder, lambda: table + ints)
+    recording = recorder.record(lambda: table + ints)
     table.fill_(10)
     recording.replay()
     assert same(recording.outputs, ints + 10)
@@ -151,7 +146,7 @@ def test_what_is_done_to_the_tensor_object_later_is_not_seen(recorder: Recorder)
         return kept[-1]
 
     source, expected = ints, ints * 2
-    recording = record(recorder, run)
+    recording = recorder.record(run)
     address = recording.outputs.data_ptr()
     ints = ints.clone()
     source.data = torch.zeros_like(source)
@@ -176,7 +171,7 @@ def test_capture_executes_nothing(recorder: Recorder) -> None:
         return table.scatter_(1, table % 8, 7)
 
     before = [tensor.clone() for tensor in (ints, floats, table)]
-    recording = record(recorder, run)
+    recording = recorder.record(run)
     assert same([ints, floats, table], before)
     recording.replay()
     assert not same(table, before[2])
@@ -185,7 +180,7 @@ def test_capture_executes_nothing(recorder: Recorder) -> None:
 
 def test_outputs_keep_their_addresses_and_nothing_is_allocated(recorder: Recorder) -> None:
     ints, floats, _ = inputs_on(recorder.device)
-    recording = record(recorder, lambda: {"a": ints * 2, "b": (floats.exp(), ints.view(2, 4).t())})
+    recording = recorder.record(lambda: {"a": ints * 2, "b": (floats.exp(), ints.view(2, 4).t())})
     leaves = pytree.tree_leaves(recording.outputs)
     places = [leaf.data_ptr() for leaf in leaves]
     assert recording.num_bytes >= 0
@@ -204,7 +199,7 @@ def test_outputs_keep_their_addresses_and_nothing_is_allocated(recorder: Recorde
 
 def test_an_input_returned_unchanged_is_the_input_memory(recorder: Recorder) -> None:
     ints, _, table = inputs_on(recorder.device)
-    recording = record(recorder, lambda: (ints, table[1], ints + 1))
+    recording = recorder.record(lambda: (ints, table[1], ints + 1))
     assert recording.outputs[0].data_ptr() == ints.data_ptr()
     assert recording.outputs[1].data_ptr() == table[1].data_ptr()
     ints.fill_(9)
@@ -218,7 +213,7 @@ def test_trees_come_back_as_they_were(recorder: Recorder) -> None:
     def tree() -> dict[str, Any]:
         return {"x": (ints + 1, None), "y": [{"z": floats * 2}, 3, "word"], "empty": ints[:0], "none": None}
 
-    recording = record(recorder, tree)
+    recording = recorder.record(tree)
     recording.replay()
     assert same(recording.outputs, tree())
 
@@ -361,7 +356,7 @@ def test_recorded_in_one_mode_and_replayed_in_the_other(recorder: Recorder, insi
         return kept[0] + table[1]
 
     with torch.inference_mode(inside):
-        recording = record(recorder, run)
+        recording = recorder.record(run)
     with torch.inference_mode(not inside):
         recording.replay()
         assert same(recording.outputs, ints * 2 + table[1])
@@ -379,7 +374,7 @@ def test_a_table_made_in_inference_mode_is_written(recorder: Recorder) -> None:
             table[1].add_(ints)
             return table.index_fill_(0, ints[:1] % 4, 3)
 
-        recording = record(recorder, run)
+        recording = recorder.record(run)
         assert not table.any()
     recording.replay()
     recording.replay()
@@ -441,8 +436,10 @@ REFUSED: list[tuple[str, Program, str]] = [
     ("host values", lambda i, f, t: torch.from_numpy(np.arange(8)), HOST),
     ("host values", lambda i, f, t: torch.LongTensor([1, 2]), HOST),
     ("new_tensor", lambda i, f, t: i.new_tensor([1, 2]), HOST),
+    ("pin_memory", lambda i, f, t: i.pin_memory(), HOST),
     ("__getitem__", lambda i, f, t: i[[0, 2]], HOST),
     ("__setitem__", lambda i, f, t: t.__setitem__((slice(None), np.array([1, 2])), 0), HOST),
+    ("where", lambda i, f, t: torch.where(f > 0, f, torch.tensor(0.5)), HOST),
     ("index_put", lambda i, f, t: i.__setitem__(i > 3, i[:4]), "has to count a boolean mask"),
     ("index_put", lambda i, f, t: i.index_put_((i > 3,), i[:1], accumulate=True), "has to count a boolean mask"),
     ("index_put", lambda i, f, t: i.__setitem__(i > 3, i[0] + 1), VALUE),
@@ -457,16 +454,16 @@ def test_refused_with_its_reason_and_place(recorder: Recorder, case: int, infere
     name, program, reason = REFUSED[case]
     inputs = inputs_on(recorder.device)
     before = [tensor.clone() for tensor in inputs]
-    earlier = record(recorder, lambda: inputs[0] * 2)
+    earlier = recorder.record(lambda: inputs[0] * 2)
     with torch.inference_mode(inference), pytest.raises(CaptureError) as caught:
-        record(recorder, lambda: program(*inputs))
+        recorder.record(lambda: program(*inputs))
     text = str(caught.value)
     assert name in text
     assert reason in text
     assert "recorder_contract.py:" in text
     assert "; instead, " in text
     assert same(inputs, before)
-    later = record(recorder, lambda: inputs[0] + 1)
+    later = recorder.record(lambda: inputs[0] + 1)
     for recording, expected in ((earlier, inputs[0] * 2), (later, inputs[0] + 1)):
         recording.replay()
         assert same(recording.outputs, expected)
@@ -482,7 +479,7 @@ def test_a_swallowed_refusal_is_raised_all_the_same(recorder: Recorder) -> None:
             return ints + 3
 
     with pytest.raises(CaptureError, match="__int__ reads a tensor"):
-        record(recorder, run)
+        recorder.record(run)
 
 
 def test_an_error_of_the_callable_is_the_cause_and_is_located(recorder: Recorder) -> None:
@@ -493,10 +490,10 @@ def test_an_error_of_the_callable_is_the_cause_and_is_located(recorder: Recorder
         raise problem
 
     with pytest.raises(CaptureError, match=r"recorder_contract\.py:\d+ in layer.*no such layer") as caught:
-        record(recorder, lambda: ints + layer())
+        recorder.record(lambda: ints + layer())
     assert caught.value.__cause__ is problem
     with pytest.raises(CaptureError, match=r"recorder_contract\.py:\d+ in .*RuntimeError") as caught:
-        record(recorder, lambda: ints + ints[:3])
+        recorder.record(lambda: ints + ints[:3])
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
@@ -505,12 +502,12 @@ def test_an_interrupt_passes_through(recorder: Recorder, kind: type[BaseExceptio
     ints, *_ = inputs_on(recorder.device)
 
     def run() -> torch.Tensor:
-        doubled = ints * 2
+        ints.mul_(2)
         raise kind
 
     with pytest.raises(kind):
-        record(recorder, run)
-    recording = record(recorder, lambda: ints * 2)
+        recorder.record(run)
+    recording = recorder.record(lambda: ints * 2)
     recording.replay()
     assert same(recording.outputs, ints * 2)
 
@@ -532,10 +529,10 @@ def test_what_a_callable_keeps_is_rewritten_by_replays(recorder: Recorder) -> No
             return self.last
 
     prep = Prep()
-    first = record(recorder, prep)
+    first = recorder.record(prep)
     memo, last = prep.memo, prep.last
     assert memo is not None
-    second = record(recorder, prep)  # reads the memo that replays of the first one write
+    second = recorder.record(prep)  # reads the memo that replays of the first one write
     for step in (1, 2):
         ints.fill_(step)
         first.replay()
@@ -555,7 +552,7 @@ def test_a_cached_scratch_serves_recordings_of_two_sizes_in_any_order(recorder: 
         torch.add(transient, size, out=scratch)
         return scratch.cumsum(0) + transient
 
-    recordings = {size: record(recorder, lambda size=size: run(size)) for size in (8, 4)}
+    recordings = {size: recorder.record(lambda size=size: run(size)) for size in (8, 4)}
     for step, size in enumerate((4, 8, 4, 4, 8)):
         ints.fill_(step)
         recordings[size].replay()
@@ -566,8 +563,8 @@ def test_a_cached_scratch_serves_recordings_of_two_sizes_in_any_order(recorder: 
 
 def test_recordings_can_feed_each_other(recorder: Recorder) -> None:
     ints, *_ = inputs_on(recorder.device)
-    first = record(recorder, lambda: ints * 2)
-    second = record(recorder, lambda: first.outputs.add_(1))
+    first = recorder.record(lambda: ints * 2)
+    second = recorder.record(lambda: first.outputs.add_(1))
     for step in range(3):
         ints.fill_(step)
         first.replay()
@@ -588,7 +585,7 @@ def test_random_numbers_advance_and_reseeding_repeats_them(recorder: Recorder) -
         return torch.rand(8, device=floats.device), noisy, torch.nn.functional.dropout(floats + 9, 0.5)
 
     run()
-    recording = record(recorder, run)
+    recording = recorder.record(run)
 
     def draws() -> list[list[torch.Tensor]]:
         torch.manual_seed(5)
@@ -605,6 +602,21 @@ def test_random_numbers_advance_and_reseeding_repeats_them(recorder: Recorder) -
 
 
 # --- sessions and lifetimes ---
+
+
+def test_warm_ups_and_recordings_of_a_session_see_the_work_before_it(recorder: Recorder) -> None:
+    ints, *_ = inputs_on(recorder.device)
+    counter = torch.zeros_like(ints)
+    counter.add_(1)
+    with recorder.session():
+        for _ in range(2):
+            counter.add_(ints)
+        recorder.finish()
+        recording = recorder.record(lambda: counter.add_(1) * 2)
+        recorder.finish()
+        recording.replay()
+    assert same(counter, ints * 2 + 2)
+    assert same(recording.outputs, counter * 2)
 
 
 def test_a_session_holds_collection_back_and_restores_it(recorder: Recorder) -> None:
@@ -630,19 +642,24 @@ def test_a_session_or_recording_inside_its_like_is_refused(recorder: Recorder) -
             pass
         recording = recorder.record(lambda: ints + 1)  # the refusal left the outer one open
     with pytest.raises(CaptureError, match="recording is already under way in this thread"):
-        record(recorder, lambda: recorder.record(lambda: ints + 1).outputs)
+        recorder.record(lambda: recorder.record(lambda: ints + 1).outputs)
+
+    def session_inside() -> None:
+        with recorder.session():
+            pass
+
     with pytest.raises(CaptureError, match="recording is already under way in this thread"):
-        record(recorder, lambda: record(recorder, lambda: ints + 1).outputs)
+        recorder.record(session_inside)
     with pytest.raises(CaptureError, match="replay inside a recording"):
-        record(recorder, recording.replay)
+        recorder.record(recording.replay)
     recording.replay()
     assert same(recording.outputs, ints + 1)
 
 
 def test_closing_twice_is_fine_and_a_closed_recording_says_so(recorder: Recorder) -> None:
     ints, *_ = inputs_on(recorder.device)
-    recording = record(recorder, lambda: ints + 1)
-    other = record(recorder, lambda: ints + 2)
+    recording = recorder.record(lambda: ints + 1)
+    other = recorder.record(lambda: ints + 2)
     recording.close()
     recording.close()
     with pytest.raises(ClosedError):
@@ -668,7 +685,7 @@ def test_another_thread_may_work_on_the_device_meanwhile(recorder: Recorder) -> 
     thread.start()
     try:
         for step in range(20):
-            recording = record(recorder, lambda step=step: ints * step)
+            recording = recorder.record(lambda step=step: ints * step)
             recording.replay()
             assert same(recording.outputs, ints * step)
     finally:

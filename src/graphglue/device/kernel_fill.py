@@ -1,0 +1,210 @@
+"""The fast fill: pack a step into the kernel's parameter struct, and launch it alone or in a graph."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from graphglue.core.binding import Write
+from graphglue.core.likeness import Likeness
+from graphglue.core.slots import Slot, widens
+from graphglue.device import kernel
+from graphglue.device.packing import FillParams, SlotLayout, converts
+from graphglue.device.streams import InFlight, StepOrder
+
+
+class HostSource:
+    """Know one host source that was bound: what to compare, and where in the parameters it goes."""
+
+    __slots__ = ("as_array", "dtype", "name", "place", "shape", "strides")
+
+    def __init__(self, name: str, source: Any, place: np.ndarray) -> None:
+        self.name = name
+        self.as_array = isinstance(source, torch.Tensor)
+        array = source.numpy() if self.as_array else source
+        self.dtype, self.shape, self.strides = array.dtype, array.shape, array.strides
+        self.place = place.reshape(array.shape)
+
+    def take(self, sources: Mapping[str, Any]) -> bool:
+        """Copy the source into the parameters, if it is like the one that was bound."""
+        array = sources.get(self.name)
+        if self.as_array:
+            if type(array) is not torch.Tensor or not array.is_cpu or array.requires_grad:
+                return False
+            array = array.numpy()
+        elif type(array) is not np.ndarray:
+            return False
+        if array.shape != self.shape or array.strides != self.strides or array.dtype != self.dtype:
+            return False
+        self.place[...] = array
+        return True
+
+
+class Known:
+    """How a step was bound: what to compare of its sources, and all of its packing but their addresses."""
+
+    __slots__ = ("host", "inline_end", "likeness", "num_sources", "packed", "pick", "positions", "shapes")
+
+    def __init__(self, num_sources: int, packed: list[int], shapes: bytes, inline_end: int) -> None:
+        self.num_sources, self.packed, self.shapes, self.inline_end = num_sources, packed, shapes, inline_end
+        self.host: list[HostSource] = []
+        self.positions: list[int] = []
+        self.likeness = Likeness([])
+        self.pick = _picker([])
+
+    def expect(self, names: Sequence[str], tensors: Sequence[torch.Tensor], positions: list[int]) -> None:
+        """Expect these device sources."""
+        self.likeness, self.pick, self.positions = Likeness(tensors), _picker(names), positions
+
+
+class KernelFill:
+    """Fill one bucket's slots with one kernel, whose parameters carry the step.
+
+    Args:
+        slots: the slots by name.
+        targets: each slot at the bucket's extent.
+        device: where they are.
+        order: knows the stream of the current step.
+        in_flight: holds sources until they were read.
+        owned: address ranges of all slots' memory.
+
+    Raises:
+        KernelUnavailable: NVRTC is missing, or a slot lies in a way the kernel can not address.
+    """
+
+    def __init__(
+        self,
+        slots: Mapping[str, Slot],
+        targets: Mapping[str, torch.Tensor],
+        device: torch.device,
+        order: StepOrder,
+        in_flight: InFlight,
+        owned: Sequence[tuple[int, int]],
+    ) -> None:
+        try:
+            layouts = [SlotLayout(slot, targets[name]) for name, slot in slots.items()]
+        except ValueError as error:
+            raise kernel.KernelUnavailable(str(error)) from None
+        self._in_flight, self._owned, self.order = in_flight, owned, order
+        head_bytes = 64 * len(layouts)
+        limit = kernel.largest_struct_bytes() - head_bytes
+        if limit < 16 or not layouts:
+            raise kernel.KernelUnavailable(f"{len(layouts)} slots do not fit the kernel's parameters")
+        self._fill = FillParams(layouts, limit // 16 * 16)
+        self._small_payload = max(16, (kernel.SMALL_BYTES - head_bytes) // 16 * 16)
+        large = self._fill.payload_bytes
+        self._small = self._node_params(device, min(self._small_payload, large))
+        self._large = self._small if large <= self._small_payload else self._node_params(device, large)
+        self.params = self._large  # what the node is given: the smaller struct where it suffices
+        self._blocks: list[torch.Tensor] = []
+        self._sources: Any = ()
+
+    def load(self, writes: Sequence[Write]) -> None:
+        """Take in a step. Host sources are copied into the parameters, or into pinned memory."""
+        self._blocks = []
+        writes = [_converted(write) for write in writes]
+        self._fill.pack(writes, self._stage)
+        self._choose_struct(self._fill.inline_end)
+        self._sources = [write.source for write in writes if isinstance(write.source, torch.Tensor)]
+
+    def remember(self, writes: Sequence[Write], sources: Mapping[str, Any]) -> Known | None:
+        """Remember a step whose sources are tensors on the device, host tensors or arrays."""
+        fill = self._fill
+        known = Known(len(sources), fill.last_sources, fill.last_shapes, fill.inline_end)
+        names, tensors, positions = [], [], []
+        for position, write in enumerate(writes):
+            source = sources.get(write.slot.name)
+            if source is None:
+                if write.slot.name in sources or isinstance(write.source, torch.Tensor):
+                    return None  # given as None, or made on the host at every step
+            elif isinstance(source, torch.Tensor) and source.is_cuda:
+                if write.source is not source or not converts(source.dtype, write.slot.dtype):
+                    return None  # the slot's own view, or converted by a launch of its own
+                names.append(write.slot.name)
+                tensors.append(source)
+                positions.append(position)
+            elif (place := self._host_place(position, write, source)) is not None:
+                known.host.append(HostSource(write.slot.name, source, place))
+            else:
+                return None
+        known.expect(names, tensors, positions)
+        return known
+
+    def load_known(self, known: Known, sources: Mapping[str, Any]) -> bool:
+        """Take in a step like a remembered one: compare, read the addresses, pack."""
+        if len(sources) != known.num_sources:
+            return False
+        packed = known.packed
+        tensors: tuple[torch.Tensor, ...] = ()
+        if known.positions:
+            try:
+                tensors = known.pick(sources)
+            except KeyError:
+                return False
+            if not known.likeness.holds(tensors):
+                return False
+            for position, tensor in zip(known.positions, tensors):
+                address = tensor.data_ptr()
+                for start, end in self._owned:
+                    if start <= address < end:
+                        return False  # it lies in a slot's memory: bind says whether that is right
+                packed[position] = address
+        for host in known.host:
+            if not host.take(sources):
+                return False
+        self._fill.pack_packed(packed, known.shapes)
+        self._choose_struct(known.inline_end)
+        self._sources = tensors
+        return True
+
+    def run(self) -> None:
+        """Launch the kernel alone, on the caller's current stream. Sync: none."""
+        kernel.launch(self.params, self.order.current)
+        self.launched()
+
+    def launched(self) -> None:
+        """Hold sources and pinned blocks until the device has read them."""
+        self._in_flight.hold(self._blocks, self._sources, self.order.current)
+        self._blocks, self._sources = [], ()
+
+    def _choose_struct(self, inline_end: int) -> None:
+        self.params = self._small if inline_end <= self._small_payload else self._large
+
+    def _host_place(self, position: int, write: Write, source: Any) -> np.ndarray | None:
+        """Give the place in the parameters of a host source that numpy can copy there as it is."""
+        plain = isinstance(source, np.ndarray) or (type(source) is torch.Tensor and not source.requires_grad)
+        if not plain or not isinstance(write.source, torch.Tensor) or not widens(write.source.dtype, write.slot.dtype):
+            return None
+        return self._fill.host_place(position, write.source.numel())
+
+    def _stage(self, source: torch.Tensor, dtype: torch.dtype) -> int:
+        """Copy a host source that is too large for the parameters into pinned memory; give its address."""
+        block = self._in_flight.block(source.numel() * dtype.itemsize)
+        pinned = block[: source.numel() * dtype.itemsize].view(dtype)
+        pinned.copy_(source.reshape(-1))
+        self._blocks.append(block)
+        return pinned.data_ptr()
+
+    def _node_params(self, device: torch.device, payload_bytes: int) -> Any:
+        num_slots = len(self._fill.layouts)
+        function = kernel.load_fill(device.index, num_slots, payload_bytes, kernel.source_hash())
+        return kernel.node_params(function, max(1, self._fill.num_blocks), self._fill.kernel_params)
+
+
+def _converted(write: Write) -> Write:
+    """Convert on the device what the kernel can not read (a float8 source of a wider slot)."""
+    source = write.source
+    if isinstance(source, torch.Tensor) and source.is_cuda and not converts(source.dtype, write.slot.dtype):
+        return Write(write.slot, source.to(write.slot.dtype), write.raw, write.rows, write.pad)
+    return write
+
+
+def _picker(names: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+    """Build what takes the named sources out of a batch, in order."""
+    if len(names) > 1:
+        return operator.itemgetter(*names)
+    return (lambda sources: (sources[names[0]],)) if names else (lambda sources: ())

@@ -1,0 +1,145 @@
+"""The launch: fill, preps and forward of one key as one graph.
+
+Two compositions, measured to cost about the same:
+
+- ``ParentLaunch``: a parent graph of fill node -> prep children -> forward child, launched raw. The
+  forward's own graph stays usable alone, which the eager routes need. The default.
+- ``PrependedLaunch``: fill node and prep children in front of the forward's root nodes, in the
+  forward's own graph, replayed through torch. Torch's prologue runs, so random numbers advance, and
+  any kind of node may follow. The forward's graph is used up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from graphglue.device.kernel import checked
+from graphglue.errors import GraphGlueError
+
+# What torch instantiates with: cudaGraphInstantiateFlagAutoFreeOnLaunch | UseNodePriority.
+_INSTANTIATE_FLAGS = 1 | 8
+
+
+class FillNode:
+    """The fill's kernel as a node: its parameters, and where they are updated before each launch."""
+
+    def __init__(self, params: Any) -> None:
+        from cuda.bindings import driver
+
+        self._update, self._params = driver.cuGraphExecKernelNodeSetParams, params
+        self._node: Any = None
+        self._exec: Any = None
+
+    def add_to(self, graph: Any) -> Any:
+        """Add the node to a graph, as its root."""
+        from cuda.bindings import driver
+
+        self._node = checked(driver.cuGraphAddKernelNode(graph, None, 0, self._params))
+        return self._node
+
+    def belongs_to(self, exec_graph: Any) -> None:
+        """Name the instantiated graph whose parameters are updated."""
+        self._exec = exec_graph
+
+    def update(self, params: Any) -> None:
+        """Give the node its parameters; launches that are queued keep theirs. Sync: none."""
+        (failed,) = self._update(self._exec, self._node, params)
+        if failed:
+            raise GraphGlueError(f"the CUDA driver refused the fill's parameters: {failed!r}")
+
+
+class ParentLaunch:
+    """A parent graph of fill node, prep children and forward child."""
+
+    fallback: str | None = None
+
+    def __init__(self, fill: Any, graphs: Sequence[torch.cuda.CUDAGraph]) -> None:
+        from cuda.bindings import driver
+
+        self._fill, self._graphs = fill, tuple(graphs)  # torch's objects own the memory pool: keep them
+        self._launch, self._driver = driver.cuGraphLaunch, driver
+        self._graph = checked(driver.cuGraphCreate(0))
+        self._exec: Any = None
+        try:
+            self._node = FillNode(fill.params)
+            last = self._node.add_to(self._graph)
+            for graph in graphs:
+                child = driver.CUgraph(graph.raw_cuda_graph())
+                last = checked(driver.cuGraphAddChildGraphNode(self._graph, [last], 1, child))
+            self._exec = checked(driver.cuGraphInstantiate(self._graph, _INSTANTIATE_FLAGS))
+        except BaseException:
+            self.close()
+            raise
+        self._node.belongs_to(self._exec)
+
+    def run(self) -> None:
+        """Launch on the caller's current stream. Sync: none."""
+        fill = self._fill
+        self._node.update(fill.params)
+        (failed,) = self._launch(self._exec, fill.order.current)
+        if failed:
+            raise GraphGlueError(f"the CUDA driver refused the step's launch: {failed!r}")
+        fill.launched()
+
+    def close(self) -> None:
+        """Destroy the graph. Calling it twice is fine."""
+        exec_graph, self._exec = self._exec, None
+        graph, self._graph, self._graphs = self._graph, None, ()
+        if exec_graph is not None:
+            self._driver.cuGraphExecDestroy(exec_graph)
+        if graph is not None:
+            self._driver.cuGraphDestroy(graph)
+
+
+class PrependedLaunch:
+    """Fill node and prep children in front of a forward, in the forward's own graph."""
+
+    fallback: str | None = None
+
+    def __init__(self, fill: Any, preps: Sequence[torch.cuda.CUDAGraph], forward: torch.cuda.CUDAGraph) -> None:
+        from cuda.bindings import driver
+
+        self._fill, self._preps, self._forward = fill, tuple(preps), forward
+        graph = driver.CUgraph(forward.raw_cuda_graph())
+        roots = _root_nodes(graph)
+        self._node = FillNode(fill.params)
+        last = self._node.add_to(graph)
+        for prep in preps:
+            child = driver.CUgraph(prep.raw_cuda_graph())
+            last = checked(driver.cuGraphAddChildGraphNode(graph, [last], 1, child))
+        _depend(graph, last, roots)
+        forward.instantiate()
+        self._node.belongs_to(driver.CUgraphExec(forward.raw_cuda_graph_exec()))
+
+    def run(self) -> None:
+        """Replay through torch, on the caller's current stream. Sync: none."""
+        self._node.update(self._fill.params)
+        self._forward.replay()
+        self._fill.launched()
+
+    def close(self) -> None:
+        """Let the graphs go; their owner closes them."""
+        self._preps = ()
+
+
+def _root_nodes(graph: Any) -> list[Any]:
+    from cuda.bindings import driver
+
+    _, count = checked(driver.cuGraphGetRootNodes(graph, 0))
+    return list(checked(driver.cuGraphGetRootNodes(graph, count))[0])
+
+
+def _depend(graph: Any, first: Any, nodes: Sequence[Any]) -> None:
+    """Make nodes run after ``first``."""
+    from cuda.bindings import driver
+
+    before, count = [first] * len(nodes), len(nodes)
+    if count == 0:
+        return
+    try:  # CUDA 13 takes edge data as well
+        checked(driver.cuGraphAddDependencies(graph, before, list(nodes), None, count))
+    except TypeError:
+        checked(driver.cuGraphAddDependencies(graph, before, list(nodes), count))

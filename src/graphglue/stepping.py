@@ -1,0 +1,210 @@
+"""The parts of a step that ``Runner.replay`` names: decide, load, run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from graphglue.cache import GlueGraphCache
+from graphglue.capture import Capture, Unit, Views
+from graphglue.config import RunnerConfig
+from graphglue.core import trees
+from graphglue.core.batch import Batch, extents_of
+from graphglue.core.binding import Write
+from graphglue.core.buckets import Bucket
+from graphglue.core.keys import Key
+from graphglue.core.routing import Decision, Reason, Route, StepFacts, route
+from graphglue.core.view import View
+from graphglue.device.arena import Arena, over_capacity
+from graphglue.errors import BindError
+from graphglue.lanes import Lane, Lanes
+from graphglue.ledger import Ledger
+from graphglue.step import Outputs
+
+
+class Stepper:
+    """Run steps over a runner's slots, preps and forward."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        units: Sequence[Unit],
+        forward: GlueGraphCache | None,
+        run_forward: Callable[[View, Any], Any] | None,
+        views: Views,
+        capture: Capture,
+        output_axes: Mapping[str, str] | str | None,
+        config: RunnerConfig,
+        join: Callable[[list[Any]], Any],
+    ) -> None:
+        self._arena, self._units, self._forward, self._run_forward = arena, list(units), forward, run_forward
+        self._views, self._capture, self._output_axes, self._config = views, capture, output_axes, config
+        self._join = join
+        self._plans = [unit for unit in units if unit.registration.plan is not None]
+        self._publishers = [unit for unit in units if unit.registration.publish is not None]
+        self._lanes = Lanes()
+        self.ledger = Ledger()
+
+    def forget(self) -> None:
+        """Forget all decisions: the state of a key changed."""
+        self._lanes.clear()
+
+    def lane(self, batch: Batch) -> Lane:
+        """Describe a batch and decide where it goes. Writes nothing. Sync: none.
+
+        Raises:
+            BindError: counts that contradict each other.
+        """
+        # Equal counts of another type (13.0, True) are not checked by a lookup, so they are not looked up.
+        plain = type(batch.num_requests) is int and batch.row_tokens is None
+        counts = (batch.num_requests, batch.num_tokens, batch.mode, batch.variant, batch.features)
+        lane = self._lanes.get(counts) if plain else None
+        if lane is None:
+            lane = self._new_lane(batch)
+            if plain and lane.fill is not None and type(batch.num_tokens) in (int, type(None)):
+                self._lanes.keep(counts, lane)
+        return lane
+
+    def decide(self, batch: Batch) -> tuple[Bucket, StepFacts, Decision]:
+        """Decide where a batch goes: a pure function of its counts and its key's states."""
+        raw = extents_of(batch, self._arena.space.width)
+        space, config = self._arena.space, self._config
+        bucket = space.cover(raw)
+        facts = StepFacts(
+            raw=raw,
+            bucket=bucket,
+            mode=batch.mode,
+            features=frozenset(batch.features),
+            ragged=raw.row_tokens == 0 and raw.requests > 0 and not space.counts_tokens,
+            enabled=config.enabled,
+            padding=config.padding,
+            waste_limit=config.waste_limit_in(batch.mode),
+        )
+        key = Key(batch.mode, *(raw if facts.exact or bucket is None else bucket), None, batch.variant)
+        preps = {unit.name: unit.facts(key) for unit in self._units}
+        return raw, facts, route(facts, preps, key, None if self._forward is None else self._forward.state(key))
+
+    def load(self, lane: Lane, batch: Batch, forward_needed: bool = True) -> list[Write] | None:
+        """Hold the sources against the slots, and take them in; host values are snapshotted now.
+
+        This is the last check, and nothing is written before it has passed.
+
+        Returns:
+            The writes of a step that is not filled into its bucket's slots; None for one that is.
+
+        Raises:
+            BindError: a source does not fit.
+            CapacityError: nothing covers the batch, and there is no forward that could run it eagerly.
+        """
+        if lane.load_known(batch.sources):
+            return None
+        if lane.facts.bucket is None and (self._forward is None or not forward_needed):
+            raise over_capacity(lane.raw, self._arena.space)
+        sources = self._planned(lane, batch) if self._plans else batch.sources
+        writes = self._arena.bind(sources, lane.raw, lane.decision.bucket)
+        if lane.fill is None:
+            return writes
+        lane.fill.load(writes)
+        lane.known = None if self._plans else lane.fill.remember(writes, sources)
+        return None
+
+    def run(self, lane: Lane, writes: list[Write] | None, forward: bool = True) -> tuple[Any, Any, Decision, View]:
+        """Fill, prepare and run the forward, on the caller's current stream. Sync: none of its own.
+
+        Returns:
+            Metadata, outputs narrowed to the real rows, the decision, and the forward's view.
+        """
+        self._arena.device.enter_step()
+        if lane.launch is not None and (forward or self._forward is None):
+            return self._run_launch(lane)
+        views, forward_view = self._fill(lane, writes)
+        metadata, decision = self._run_preps(lane.decision, views)
+        outputs = self._run_model(lane, decision, forward_view, metadata) if forward else None
+        self.ledger.note(lane.tally if decision is lane.decision else self.ledger.tally(decision, lane.raw))
+        return self._handed_out(metadata), self._handed_out(outputs), decision, forward_view
+
+    def _run_launch(self, lane: Lane) -> tuple[Any, Any, Decision, View]:
+        assert lane.launch is not None
+        assert lane.metadata is not None
+        assert lane.forward_view is not None
+        lane.launch.run()
+        for unit in self._publishers:
+            unit.registration.publish(unit.cache.result(lane.decision.key))  # type: ignore[misc]
+        self.ledger.note(lane.tally)
+        outputs = None if lane.outputs is None else lane.outputs.tree()
+        metadata = lane.metadata.tree()
+        if self._config.clone_outputs:
+            metadata, outputs = self._handed_out(metadata), self._handed_out(outputs)
+        return metadata, outputs, lane.decision, lane.forward_view
+
+    def _new_lane(self, batch: Batch) -> Lane:
+        raw, facts, decision = self.decide(batch)
+        lane = Lane(raw, facts, decision, self.ledger.tally(decision, raw))
+        if facts.exact:
+            return lane
+        key = decision.key
+        lane.fill = self._arena.fill_of(decision.bucket)
+        lane.views, lane.forward_view = self._views.of(key)
+        outputs = self._forward.result(key) if self._forward is not None else None
+        whole = all(prep.route is Route.GLUE for prep in decision.preps.values())
+        if whole and (self._forward is None or decision.forward is Route.GRAPH) and key in self._capture.launches:
+            lane.launch, outputs = self._capture.launches[key]
+            lane.metadata = trees.Packed(self._capture.metadata(key))
+            lane.tally = self.ledger.tally(decision, raw, lane.launch.fallback or "")
+        if decision.forward is Route.GRAPH:
+            lane.outputs = trees.Packed(Outputs(outputs, self._output_axes, decision.bucket).real(raw))
+        return lane
+
+    def _planned(self, lane: Lane, batch: Batch) -> Mapping[str, Any]:
+        """Add what the backends' host planners compute for this step."""
+        sources = batch.sources
+        for unit in self._plans:
+            if lane.decision.preps[unit.name].route is Route.SKIP:
+                continue
+            planned = unit.registration.plan(batch, lane.decision.bucket)  # type: ignore[misc]
+            if twice := sorted(set(planned) & set(sources)):
+                raise BindError(
+                    f"slots {twice} come from the batch and from the plan of prep {unit.name!r}; leave one out"
+                )
+            sources = {**sources, **planned}
+        return sources
+
+    def _fill(self, lane: Lane, writes: list[Write] | None) -> tuple[list[View], View]:
+        bucket, key = lane.decision.bucket, lane.decision.key
+        if lane.fill is not None and lane.views is not None and lane.forward_view is not None:
+            lane.fill.run()
+            return lane.views, lane.forward_view
+        assert writes is not None
+        if lane.facts.bucket is None:  # more rows than the slots have: fresh tensors, the slots stay as they are
+            return self._views.over(self._arena.scratch(writes, bucket), key)
+        self._arena.device.fill_once(writes, self._arena.targets(bucket))
+        return self._views.over(self._arena.targets(bucket), key)
+
+    def _run_preps(self, decision: Decision, views: list[View]) -> tuple[Any, Decision]:
+        results, changes = [], []
+        for unit, view in zip(self._units, views):
+            result, changed = unit.run(decision.preps[unit.name].route, decision.key, view)
+            if unit.registration.publish is not None:
+                unit.registration.publish(result)
+            results.append(result)
+            changes.append(changed)
+        if decision.forward is Route.GRAPH and any(changes):  # the graph reads the static metadata, which is old now
+            decision = replace(decision, forward=Route.EAGER, forward_reason=Reason.METADATA_CHANGED)
+        return self._join(results), decision
+
+    def _run_model(self, lane: Lane, decision: Decision, view: View, metadata: Any) -> Any:
+        if self._forward is None:
+            return None
+        if decision.forward is Route.GRAPH:
+            self._forward.replay(decision.key)
+            return None if lane.outputs is None else lane.outputs.tree()
+        assert self._run_forward is not None
+        with torch.no_grad():
+            outputs = self._run_forward(view, metadata)
+        return Outputs(outputs, self._output_axes, decision.bucket).real(lane.raw)
+
+    def _handed_out(self, tree: Any) -> Any:
+        return trees.map_tensors(torch.clone, tree) if self._config.clone_outputs else tree
