@@ -225,22 +225,14 @@ class Model:
             else:
                 memory.write(rows, 0, None, slot.capture)
 
-    def take_nan_payloads(self, batch: gg.Batch, seen: dict[str, torch.Tensor]) -> None:
+    def take_nan_payloads(self, batch: gg.Batch, bucket: gg.Bucket, view: gg.View) -> None:
         """Take over the bits of NaNs that were converted: torch's scalar and vector kernels give different ones."""
         for name, source in batch.sources.items():
-            memory = self.memory[name]
-            dtype = memory.slot.dtype
-            if dtype.is_floating_point and getattr(source, "dtype", None) != dtype:
-                now = bits_of(seen[name])
-                both = is_nan(memory.memory, dtype) & is_nan(now, dtype)
-                memory.memory[both] = now[both]
-
-    def tensors(self, bucket: gg.Bucket) -> dict[str, torch.Tensor]:
-        """Build fresh tensors of a bucket's extents from the memory."""
-        return {
-            slot.name: tensor_of(self.memory[slot.name].at(self.rows(slot, *bucket[:2])), slot.dtype)
-            for slot in self.slots
-        }
+            slot = self.memory[name].slot
+            if slot.dtype.is_floating_point and getattr(source, "dtype", None) != slot.dtype:
+                ours, now = self.memory[name].at(self.rows(slot, *bucket[:2])), bits_of(view[name])
+                both = is_nan(ours, slot.dtype) & is_nan(now, slot.dtype)
+                ours[both] = now[both]
 
 
 def storages(view: gg.View, slots: Iterable[gg.Slot]) -> dict[str, torch.Tensor]:
@@ -322,7 +314,7 @@ def fill_once(case: SimpleNamespace, data: st.DataObject) -> str:
     with torch.inference_mode(data.draw(st.booleans(), label="inference mode")):
         view = case.arena.fill(batch, forced)
     case.model.fill(batch, bucket)
-    case.model.take_nan_payloads(batch, case.seen)
+    case.model.take_nan_payloads(batch, bucket, view)
     assert view.bucket == bucket
     for slot in case.slots:
         rows, memory = case.model.rows(slot, *bucket[:2]), case.model.memory[slot.name]
@@ -357,7 +349,7 @@ def refill_own_view(case: SimpleNamespace, data: st.DataObject) -> str:
     case.arena.fill(replace(batch, sources={**batch.sources, **own}))
     batch = replace(batch, sources={**batch.sources, **before})
     case.model.fill(batch, bucket)
-    case.model.take_nan_payloads(batch, case.seen)
+    case.model.take_nan_payloads(batch, bucket, view)
     return f"fill of {batch} at {bucket}, from the slots' own views"
 
 
@@ -440,7 +432,9 @@ def padded_already(batch: gg.Batch, case: SimpleNamespace) -> gg.Batch | None:
 
 
 def one_dimension_more(batch: gg.Batch, case: SimpleNamespace) -> gg.Batch | None:
-    return _one_source(batch, case, lambda slot, good: good[None].numpy() if slot.dtype != torch.bfloat16 else good[None])
+    return _one_source(
+        batch, case, lambda slot, good: good[None].numpy() if slot.dtype != torch.bfloat16 else good[None]
+    )
 
 
 def another_kind(batch: gg.Batch, case: SimpleNamespace) -> gg.Batch | None:

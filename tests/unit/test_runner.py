@@ -1122,6 +1122,21 @@ def test_over_cap_more_tokens_than_the_slots_have() -> None:
     assert step.outputs.tolist() == [2 * token + 1 for token in range(tokens)]
 
 
+def test_over_cap_a_slot_s_own_view_is_a_source_there_too() -> None:
+    engine = Engine(
+        lambda view: {"m": view.ids + view.flag[0]},
+        PrepContract(name="p", reads={"ids": 0, "flag": 0}, modes={Mode.DECODE}),
+        slots=[Slot("ids", "token", torch.int64, 0), Slot("flag", "fixed", torch.int64, 0, inner=(2,))],
+        tables={},
+        forward=lambda view, metadata: metadata["m"] * view.flag[1],
+    )
+    engine.runner.capture()
+    engine.runner.replay(Batch(2, {"ids": [1, 2], "flag": [5, 6]}))
+    step = engine.runner.replay(Batch(9, {"ids": list(range(9)), "flag": engine.runner.view(8).flag}))
+    assert step.decision.reason is Reason.OVER_LADDER
+    assert step.outputs.tolist() == [(value + 5) * 6 for value in range(9)]
+
+
 # prepare, can_replay, view.
 
 

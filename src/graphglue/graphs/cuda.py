@@ -6,9 +6,10 @@ middle of it. ``capture_begin`` and ``capture_end`` are called here, and a failu
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -136,6 +137,7 @@ class CudaRecorder:
     @contextmanager
     def session(self) -> Iterator[None]:
         """Make the recorder's stream current; order it after the caller's work, and the caller after it."""
+        gc.collect()
         with guard.alone("session"), guard.held_collection(), torch.cuda.device(self._device):
             caller = torch.cuda.current_stream(self._device)
             self._stream.wait_stream(caller)
@@ -160,7 +162,11 @@ class CudaRecorder:
         Raises:
             CaptureError: the callable did something that can not be captured, or raised.
         """
-        with guard.alone("recording"), torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with ExitStack() as stack:
+            stack.enter_context(guard.alone("recording"))
+            stack.enter_context(guard.held_collection())
+            stack.enter_context(torch.cuda.device(self._device))
+            stack.enter_context(torch.cuda.stream(self._stream))
             if torch.cuda.is_current_stream_capturing():
                 raise CaptureError("this stream is being captured already; give the recorder its own stream")
             reserved = torch.cuda.memory_reserved(self._device)
@@ -218,6 +224,9 @@ class CudaRecorder:
             pass
         else:
             torch._C._cuda_releasePool(self._device.index, pool)
+            # The pinned-memory allocator can not be told: this pool's handle is of no use for a capture
+            # any more. Graphs recorded in it go on; later ones share a new pool.
+            self._given_pool, self._own_pool = None, torch.cuda.graph_pool_handle()
         self._reset_generator()
 
     def _reset_generator(self) -> None:

@@ -366,12 +366,12 @@ _gc_was_enabled = False
 
 @contextmanager
 def held_collection() -> Iterator[None]:
-    """Collect garbage once, then hold collection back; the last holder of all threads restores it.
+    """Hold garbage collection back; the last holder of all threads restores it.
 
-    A collection inside a capture may free device memory or run foreign finalisers, which breaks it.
+    A collection inside a capture may destroy an older graph, which the device does not allow then: the
+    capture is invalidated. It may also free memory, or run foreign finalisers.
     """
     global _gc_holders, _gc_was_enabled
-    gc.collect()
     with _gc_lock:
         if not _gc_holders:
             _gc_was_enabled = gc.isenabled()

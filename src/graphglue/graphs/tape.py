@@ -11,6 +11,7 @@ Memory that was not computed yet reads as NaN, or as a large integer: a value us
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -271,6 +272,7 @@ class Tape:
     @contextmanager
     def session(self) -> Iterator[None]:
         """Enclose warm-ups and recordings: garbage collection is held back. Sync: none."""
+        gc.collect()
         with guard.alone("session"), guard.held_collection():
             yield
 

@@ -147,7 +147,9 @@ def slots(
     dtype = draw(st.sampled_from(dtypes))
     inner = tuple(draw(st.lists(st.sampled_from([2, 1, 3, 0]), max_size=max_dims)))
     row_dim = 0 if axis is Axis.FIXED else draw(st.integers(0, len(inner)))
-    table = draw(st.sampled_from(sorted(index_of))) if index_of and dtype == torch.int64 and draw(st.booleans()) else None
+    table = (
+        draw(st.sampled_from(sorted(index_of))) if index_of and dtype == torch.int64 and draw(st.booleans()) else None
+    )
     bounds = draw(st.none() | st.just((0, 9))) if kind_of(dtype) != "bool" else None
     valid = (0, index_of[table] - 1) if index_of and table else bounds
     number = numbers(dtype, valid)
@@ -242,9 +244,10 @@ def batches(
         ragged: whether requests may differ in tokens; each has 1 to ``tokens_per_request``, or one more.
     """
     mode = draw(st.sampled_from(modes))
-    requests = draw(st.integers(0, max(ladder) if max_requests is None else max_requests))
-    if requests == 0:
+    most = max(ladder) if max_requests is None else max_requests
+    if most == 0 or draw(st.integers(0, 7)) == 0:
         return Batch.idle(mode=mode)
+    requests = draw(st.integers(1, most))
     row_tokens = draw(_row_tokens(requests, tokens_per_request, widths, ragged))
     tokens = requests * tokens_per_request if row_tokens is None else sum(row_tokens)
     given = {}
@@ -324,9 +327,7 @@ def _adopted(draw: st.DrawFn, slot: Slot, requests: int, tokens: int, num_ranks:
 
 
 @st.composite
-def _row_tokens(
-    draw: st.DrawFn, requests: int, width: int, widths: Sequence[int], ragged: bool
-) -> list[int] | None:
+def _row_tokens(draw: st.DrawFn, requests: int, width: int, widths: Sequence[int], ragged: bool) -> list[int] | None:
     kinds = ["default", "uniform"] + ["other"] * bool(widths) + ["ragged"] * ragged
     match draw(st.sampled_from(kinds)):
         case "uniform":
