@@ -7,10 +7,16 @@ import os
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
-# Two slow cores serve several workers: a slow draw says nothing about a strategy.
-COMMON = {"deadline": None, "print_blob": True, "suppress_health_check": [HealthCheck.too_slow]}
+# Two slow cores serve several workers: a slow draw says nothing about a strategy. Explaining a failure
+# line by line takes minutes where an example captures graphs.
+COMMON = {
+    "deadline": None,
+    "print_blob": True,
+    "suppress_health_check": [HealthCheck.too_slow],
+    "phases": [phase for phase in Phase if phase is not Phase.explain],
+}
 
 settings.register_profile("dev", max_examples=50, stateful_step_count=20, **COMMON)
 settings.register_profile("ci", max_examples=200, stateful_step_count=20, **COMMON)

@@ -18,11 +18,11 @@ from graphglue.core.tables import check_indices
 from graphglue.errors import ConfigError, ContractError
 from graphglue.graphs.base import Recorder
 from graphglue.preps import register_shipped
-from graphglue.registry import Prep, Registration, Registry
+from graphglue.registry import Registration, Registry
 
 
-def resolve_preps(preps: Iterable[str | Prep], registry: Registry | None) -> list[Registration]:
-    """Find what was registered for each name or callable; without a registry, among the shipped preps.
+def resolve_preps(given: Any, registry: Registry | None) -> list[Registration]:
+    """Find what was registered for a name, a callable or a list of them; without a registry, among the shipped.
 
     Raises:
         ConfigError: nothing given, given twice, or neither a name nor callable.
@@ -31,6 +31,7 @@ def resolve_preps(preps: Iterable[str | Prep], registry: Registry | None) -> lis
     if registry is None:
         register_shipped(registry := Registry())
     found: dict[str, Registration] = {}
+    preps = given if isinstance(given, (list, tuple)) else [given]
     for prep in preps:
         if not isinstance(prep, str) and not callable(prep):
             raise ConfigError(f"prep {prep!r}: expected a registered name or a callable of a view")

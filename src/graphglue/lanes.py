@@ -6,7 +6,6 @@ each combination and looked up afterwards; whatever changes a state clears the l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,10 +43,6 @@ class Lane:
     known: Any = None
     outputs: trees.Packed | None = None
     metadata: trees.Packed | None = None
-
-    def load_known(self, sources: Mapping[str, Any]) -> bool:
-        """Take in sources that are like the last ones; False if they must be bound."""
-        return self.known is not None and self.fill is not None and self.fill.load_known(self.known, sources)
 
 
 class Lanes:

@@ -81,10 +81,14 @@ class Runner:
     ) -> None:
         if ranks is not None:
             raise ConfigError("ranks: this version agrees with nobody; leave ranks out")
+        if config is not None and not isinstance(config, RunnerConfig):
+            raise ConfigError(f"config is a {type(config).__name__}; expected a RunnerConfig")
+        if forward is not None and not callable(forward):
+            raise ConfigError(f"forward is a {type(forward).__name__}; expected a callable of (view, metadata)")
         self.config = config or RunnerConfig()
         self._output_axes = checked_axes(output_axes)
-        self._several = not (isinstance(prep, str) or callable(prep))
-        registrations = resolve_preps([prep] if isinstance(prep, str) or callable(prep) else list(prep), registry)
+        self._several = isinstance(prep, (list, tuple))
+        registrations = resolve_preps(prep, registry)
         self.space = key_space(Ladder(ladder), tokens_per_request, variants, registrations, self.config)
         self.arena = Arena(slots, self.space, device=device)
         self._tables = Tables(tables or {}, self.arena.device.torch_device)
@@ -149,12 +153,15 @@ class Runner:
 
         Sync: none of its own. Runs on the caller's current stream.
         """
-        with self._turn:
+        self._turn.take()
+        try:
             self._check_step(plan)
             lane = self._stepper.lane(batch)  # describe, admit, agree, route
             writes = self._stepper.load(lane, batch)  # bind: the last check, nothing is written before
             metadata, outputs, decision, _ = self._stepper.run(lane, writes)  # one launch, or one by one
             return Step(outputs, metadata, decision, lane.raw)
+        finally:
+            self._turn.end()
 
     def can_replay(self, batch: Batch) -> Decision:
         """Decide a step without running it: truthy when its forward replays as a graph.
@@ -312,15 +319,21 @@ class Runner:
 class _Turn:
     """Let one thread in at a time, and refuse a second one instead of making it wait."""
 
+    __slots__ = ("_lock", "end")
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self.end = self._lock.release
 
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
+    def take(self) -> None:
+        if not self._lock.acquire(False):
             raise GraphGlueError(
                 "the runner is in use, by another thread or by its own prep or forward; two steps can not share one "
                 "set of slots: give each thread its own Runner"
             )
 
+    def __enter__(self) -> None:
+        self.take()
+
     def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        self.end()

@@ -12,7 +12,7 @@ from graphglue.cache import GlueGraphCache
 from graphglue.capture import Capture, Unit, Views
 from graphglue.config import RunnerConfig
 from graphglue.core import trees
-from graphglue.core.batch import Batch, extents_of
+from graphglue.core.batch import Batch, Mode, extents_of
 from graphglue.core.binding import Write
 from graphglue.core.buckets import Bucket
 from graphglue.core.keys import Key
@@ -58,8 +58,8 @@ class Stepper:
         Raises:
             BindError: counts that contradict each other.
         """
-        # Equal counts of another type (13.0, True) are not checked by a lookup, so they are not looked up.
-        plain = type(batch.num_requests) is int and batch.row_tokens is None
+        # Equal values of another type (13.0, "decode") are not checked by a lookup, so they are not looked up.
+        plain = type(batch.num_requests) is int and type(batch.mode) is Mode and batch.row_tokens is None
         counts = (batch.num_requests, batch.num_tokens, batch.mode, batch.variant, batch.features)
         lane = self._lanes.get(counts) if plain else None
         if lane is None:
@@ -99,12 +99,13 @@ class Stepper:
             BindError: a source does not fit.
             CapacityError: nothing covers the batch, and there is no forward that could run it eagerly.
         """
-        if lane.load_known(batch.sources):
+        if lane.known is not None and lane.fill is not None and lane.fill.load_known(lane.known, batch.sources):
             return None
         if lane.facts.bucket is None and (self._forward is None or not forward_needed):
             raise over_capacity(lane.raw, self._arena.space)
         sources = self._planned(lane, batch) if self._plans else batch.sources
-        writes = self._arena.bind(sources, lane.raw, lane.decision.bucket)
+        scratch = lane.facts.bucket is None
+        writes = self._arena.bind(sources, lane.raw, lane.decision.bucket, scratch=scratch)
         if lane.fill is None:
             return writes
         lane.fill.load(writes)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
 import graphglue as gg
@@ -39,7 +39,7 @@ def write_bits(tensor: torch.Tensor, bits: np.ndarray) -> None:
 
 def tensor_of(bits: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
     """Build a fresh tensor from bits."""
-    return torch.from_numpy(bits.copy()).view(dtype)
+    return torch.from_numpy(np.array(bits)).view(dtype)
 
 
 def encode(values: Any, dtype: torch.dtype) -> np.ndarray:

@@ -74,6 +74,10 @@ def extents_of(batch: Batch, width: int) -> Bucket:
     """
     if not isinstance(batch.mode, Mode):
         raise BindError(f"mode={batch.mode!r}: expected a graphglue.Mode, such as Mode.DECODE")
+    try:
+        hash(batch.variant)
+    except TypeError:
+        raise BindError(f"variant={batch.variant!r}: expected a hashable value, which is part of the key") from None
     requests = _count(batch.num_requests, "num_requests")
     given = None if batch.num_tokens is None else _count(batch.num_tokens, "num_tokens")
     if requests == 0:

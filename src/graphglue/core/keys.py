@@ -54,9 +54,11 @@ class KeySpace:
         ragged: bool = False,
         max_requests: int | None = None,
     ) -> None:
+        if type(width) is not int or width < 1:
+            raise ConfigError(f"tokens_per_request={width!r}: expected a positive integer")
         self.ladder, self.width, self.ragged = ladder, width, ragged
         self.modes = tuple(sorted(set(modes), key=lambda mode: mode.value))
-        self.variants = tuple(dict.fromkeys(variants))
+        self.variants = _checked_variants(variants)
         self.counts_tokens = any(mode.counts_tokens for mode in self.modes)
         if self.counts_tokens and not all(mode.counts_tokens for mode in self.modes):
             raise ConfigError(
@@ -104,3 +106,13 @@ class KeySpace:
             for ragged in shapes
             for variant in self.variants
         )
+
+
+def _checked_variants(variants: Iterable[Any]) -> tuple[Any, ...]:
+    try:
+        distinct = tuple(dict.fromkeys(variants))
+    except TypeError:
+        raise ConfigError(f"variants={variants!r}: expected hashable values, which are part of each key") from None
+    if not distinct:
+        raise ConfigError("variants=(): expected at least one; (None,) for a forward without variants")
+    return distinct

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,23 +16,23 @@ except ImportError:  # not part of torch's public API, so it may go
 class Likeness:
     """Remember the type, dtype, device, shape and strides of checked tensors.
 
-    ``holds`` may say False for tensors that are fine (the same tensor twice, another inference
+    ``holds(*tensors)`` may say False for tensors that are fine (the same tensor twice, another inference
     mode): the caller then checks them one by one. It never says True for ones that are not.
     """
 
-    __slots__ = ("_guards", "_seen")
+    __slots__ = ("_seen", "holds")
+
+    holds: Callable[..., bool]
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._seen = [_look(tensor) for tensor in tensors]
-        self._guards = None
+        self.holds = self._compare
         if TensorGuards is not None and tensors:
             anything: Any = [[None] * tensor.dim() for tensor in tensors]
-            self._guards = TensorGuards(*tensors, dynamic_dims_sizes=anything, dynamic_dims_strides=anything)
+            guards = TensorGuards(*tensors, dynamic_dims_sizes=anything, dynamic_dims_strides=anything)
+            self.holds = guards.check  # called straight: one more Python call would cost as much as the check
 
-    def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Tell whether these tensors are like the remembered ones, in the same order."""
-        if self._guards is not None:
-            return bool(self._guards.check(*tensors))
+    def _compare(self, *tensors: torch.Tensor) -> bool:
         return len(tensors) == len(self._seen) and all(
             isinstance(tensor, torch.Tensor) and _look(tensor) == seen for tensor, seen in zip(tensors, self._seen)
         )

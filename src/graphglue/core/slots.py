@@ -169,10 +169,9 @@ class Slot:
         return bool(integer) if kind == "bool" else integer
 
     def _checked_float(self, number: Any, what: str) -> float:
-        try:
-            value = float(number)
-        except (TypeError, ValueError):
-            raise self._fault(f"{what} {number!r}", f"a number of {self.dtype}") from None
+        if not hasattr(number, "__float__"):
+            raise self._fault(f"{what} {number!r}", f"a number of {self.dtype}")
+        value = float(number)
         largest = torch.finfo(self.dtype).max
         if math.isfinite(value) and abs(value) > largest:
             raise self._fault(f"{what} {number!r}", f"a value of {self.dtype} in [{-largest}, {largest}]")

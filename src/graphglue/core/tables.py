@@ -76,7 +76,7 @@ class Tables:
         Raises:
             StaleTableError: one of them moved.
         """
-        alike = not self._callables and self._likeness.holds(self._current)
+        alike = not self._callables and self._likeness.holds(*self._current)
         if alike and [tensor.data_ptr() for tensor in self._current] == self._addresses:
             return
         for name, source in self._sources.items():

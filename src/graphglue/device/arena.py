@@ -88,20 +88,34 @@ class Arena:
         return self.view(bucket)
 
     def bind(
-        self, sources: Mapping[str, Any], raw: Bucket, bucket: Bucket, rank_counts: Sequence[int] | None = None
+        self,
+        sources: Mapping[str, Any],
+        raw: Bucket,
+        bucket: Bucket,
+        rank_counts: Sequence[int] | None = None,
+        scratch: bool = False,
     ) -> list[Write]:
         """Hold sources against every slot and return what the fill will do. Writes nothing.
+
+        Args:
+            sources: slot name -> values.
+            raw: the real extents.
+            bucket: the extents to fill.
+            rank_counts: the padded token count of every rank.
+            scratch: fill other tensors than the slots, so that a slot's own view is a source like others.
 
         Raises:
             BindError: a missing or unknown slot, or a source of the wrong dtype, extent, device or stride.
         """
+        if not isinstance(sources, Mapping):
+            raise BindError(f"sources is a {type(sources).__name__}; expected a mapping of slot names to values")
         for name in sources:
             slot = self.slots.get(name)
             if slot is None:
                 raise BindError(f"the batch hands in {name!r}, which is no slot; slots are {sorted(self.slots)}")
             if slot.value is not None:
                 raise BindError(f"slot {name!r} is computed ({slot.value.name}); leave it out of the batch")
-        return [self._bind_slot(slot, sources, raw, bucket, rank_counts) for slot in self.slots.values()]
+        return [self._bind_slot(slot, sources, raw, bucket, rank_counts, scratch) for slot in self.slots.values()]
 
     def write(self, writes: Sequence[Write], bucket: Bucket) -> None:
         """Run a fill that was bound before. Sync: none."""
@@ -211,7 +225,13 @@ class Arena:
         return [start for start, _, _ in spans], [(end, name) for _, end, name in spans]
 
     def _bind_slot(
-        self, slot: Slot, sources: Mapping[str, Any], raw: Bucket, bucket: Bucket, counts: Sequence[int] | None
+        self,
+        slot: Slot,
+        sources: Mapping[str, Any],
+        raw: Bucket,
+        bucket: Bucket,
+        counts: Sequence[int] | None,
+        scratch: bool,
     ) -> Write:
         rows, raw_rows = self._rows(slot, bucket), self._rows(slot, raw)
         if slot.value is not None:
@@ -226,15 +246,15 @@ class Arena:
                 f"slot {slot.name!r} is missing from the batch, which hands in {sorted(sources)}; "
                 "hand it in, or declare missing='pad'"
             )
-        if isinstance(source, torch.Tensor) and self._is_own(slot, source, raw_rows, bucket):
+        if isinstance(source, torch.Tensor) and not scratch and self._is_own(slot, source, raw_rows, bucket):
             return Write(slot, None, raw_rows, rows, slot.pad)
         write = bind_source(slot, source, raw_rows, rows, self.device.torch_device)
-        if isinstance(source, np.ndarray) and isinstance(write.source, torch.Tensor):
-            if self._is_own(slot, write.source, raw_rows, bucket):
-                write.source = None
+        shared = isinstance(source, np.ndarray) and isinstance(write.source, torch.Tensor) and not scratch
+        if shared and self._is_own(slot, write.source, raw_rows, bucket):
+            write.source = None
         return write
 
-    def _is_own(self, slot: Slot, source: torch.Tensor, raw_rows: int, bucket: Bucket) -> bool:
+    def _is_own(self, slot: Slot, source: Any, raw_rows: int, bucket: Bucket) -> bool:
         """Tell whether a source is the slot's own view; refuse any other that lies in a slot's memory."""
         owner = self._owner(source)
         if owner is None:
@@ -252,7 +272,8 @@ class Arena:
         )
 
     def _owner(self, source: torch.Tensor) -> str | None:
-        if source.device != self.device.torch_device or source.numel() == 0:
+        elsewhere = source.device != self.device.torch_device or source.layout is not torch.strided
+        if elsewhere or source.numel() == 0:
             return None
         start = source.data_ptr()
         position = bisect_right(self._starts, start) - 1
@@ -288,9 +309,10 @@ def _capture_rows(slot: Slot, capture: Callable[[int], Any], rows: int) -> torch
     """Spread a capture value per row over the slot's other dimensions."""
     values = [slot.checked_number(capture(row), f"capture({row})") for row in range(rows)]
     shape = slot.shape(rows)
+    if slot.axis is Axis.FIXED:
+        return torch.full(shape, values[0], dtype=slot.dtype, device="cpu")
     column = [-1 if dim == slot.row_dim else 1 for dim in range(len(shape))]
-    rows_first = torch.tensor(values, dtype=slot.dtype, device="cpu")
-    return (rows_first if slot.axis is Axis.FIXED else rows_first.view(column)).expand(shape).contiguous()
+    return torch.tensor(values, dtype=slot.dtype, device="cpu").view(column).expand(shape).contiguous()
 
 
 def over_capacity(raw: Bucket, space: KeySpace) -> CapacityError:
@@ -305,6 +327,8 @@ def over_capacity(raw: Bucket, space: KeySpace) -> CapacityError:
 def _by_name(slots: Iterable[Slot]) -> dict[str, Slot]:
     named: dict[str, Slot] = {}
     for slot in slots:
+        if not isinstance(slot, Slot):
+            raise ConfigError(f"slot {slot!r}: expected a graphglue.Slot")
         if slot.name in named:
             raise ConfigError(f"slot {slot.name!r} is declared twice; names are unique")
         named[slot.name] = slot

@@ -9,6 +9,7 @@ import torch
 
 from graphglue.core.binding import Write
 from graphglue.core.slots import Slot
+from graphglue.errors import ConfigError
 from graphglue.graphs.base import Recorder, Recording
 
 
@@ -113,7 +114,10 @@ def open_device(device: torch.device | str) -> Device:
     Raises:
         ConfigError: a device type that is neither "cpu" nor "cuda", or no such GPU.
     """
-    torch_device = torch.device(device)
+    try:
+        torch_device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device {device!r}: expected 'cpu' (the tape) or 'cuda'; torch says: {error}") from None
     if torch_device.type == "cuda":
         from graphglue.device.cuda import CudaDevice
 

@@ -47,18 +47,18 @@ class HostSource:
 class Known:
     """How a step was bound: what to compare of its sources, and all of its packing but their addresses."""
 
-    __slots__ = ("host", "inline_end", "likeness", "num_sources", "packed", "pick", "positions", "shapes")
+    __slots__ = ("holds", "host", "num_sources", "packed", "params", "pick", "positions", "shapes")
 
-    def __init__(self, num_sources: int, packed: list[int], shapes: bytes, inline_end: int) -> None:
-        self.num_sources, self.packed, self.shapes, self.inline_end = num_sources, packed, shapes, inline_end
+    def __init__(self, num_sources: int, packed: list[int], shapes: bytes, params: Any) -> None:
+        self.num_sources, self.packed, self.shapes, self.params = num_sources, packed, shapes, params
         self.host: list[HostSource] = []
         self.positions: list[int] = []
-        self.likeness = Likeness([])
+        self.holds = Likeness([]).holds
         self.pick = _picker([])
 
     def expect(self, names: Sequence[str], tensors: Sequence[torch.Tensor], positions: list[int]) -> None:
         """Expect these device sources."""
-        self.likeness, self.pick, self.positions = Likeness(tensors), _picker(names), positions
+        self.holds, self.pick, self.positions = Likeness(tensors).holds, _picker(names), positions
 
 
 class KernelFill:
@@ -90,6 +90,7 @@ class KernelFill:
         except ValueError as error:
             raise kernel.KernelUnavailable(str(error)) from None
         self._in_flight, self._owned, self.order = in_flight, owned, order
+        self._low, self._high = min(start for start, _ in owned), max(end for _, end in owned)
         head_bytes = 64 * len(layouts)
         limit = kernel.largest_struct_bytes() - head_bytes
         if limit < 16 or not layouts:
@@ -114,7 +115,7 @@ class KernelFill:
     def remember(self, writes: Sequence[Write], sources: Mapping[str, Any]) -> Known | None:
         """Remember a step whose sources are tensors on the device, host tensors or arrays."""
         fill = self._fill
-        known = Known(len(sources), fill.last_sources, fill.last_shapes, fill.inline_end)
+        known = Known(len(sources), fill.last_sources, fill.last_shapes, self.params)
         names, tensors, positions = [], [], []
         for position, write in enumerate(writes):
             source = sources.get(write.slot.name)
@@ -145,20 +146,19 @@ class KernelFill:
                 tensors = known.pick(sources)
             except KeyError:
                 return False
-            if not known.likeness.holds(tensors):
+            if not known.holds(*tensors):
                 return False
+            low, high = self._low, self._high
             for position, tensor in zip(known.positions, tensors):
                 address = tensor.data_ptr()
-                for start, end in self._owned:
-                    if start <= address < end:
-                        return False  # it lies in a slot's memory: bind says whether that is right
+                if low <= address < high and self._in_a_slot(address):
+                    return False  # bind says whether that is right
                 packed[position] = address
         for host in known.host:
             if not host.take(sources):
                 return False
         self._fill.pack_packed(packed, known.shapes)
-        self._choose_struct(known.inline_end)
-        self._sources = tensors
+        self.params, self._sources = known.params, tensors
         return True
 
     def run(self) -> None:
@@ -170,6 +170,9 @@ class KernelFill:
         """Hold sources and pinned blocks until the device has read them."""
         self._in_flight.hold(self._blocks, self._sources, self.order.current)
         self._blocks, self._sources = [], ()
+
+    def _in_a_slot(self, address: int) -> bool:
+        return any(start <= address < end for start, end in self._owned)
 
     def _choose_struct(self, inline_end: int) -> None:
         self.params = self._small if inline_end <= self._small_payload else self._large

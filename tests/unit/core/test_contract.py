@@ -82,7 +82,7 @@ CHANGES: list[dict[str, Any]] = [
 BASE: dict[str, Any] = {"reads": {"x": 1}, "tables": ("t",), "outputs": {"m": "token"}}
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: f"{next(iter(change))}={next(iter(change.values()))}")
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: next(iter(change)))
 def test_every_field_changes_the_digest(change: dict[str, Any]) -> None:
     assert contract(**BASE).digest() != contract(**{**BASE, **change}).digest()
 

@@ -1,0 +1,1 @@
+"""The benchmark that a user can run."""

@@ -1,0 +1,1 @@
+"""Recorders: what turns a callable into something that can be replayed."""

@@ -1,0 +1,80 @@
+"""The demo on CUDA: every step is compared with an eager twin, and nothing differs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphglue import demo
+
+ROOT = Path(__file__).parents[2]
+AZURE = ROOT.parent / "shared" / "data" / "azure_llm_code_2023.csv"
+
+
+@pytest.fixture(scope="module")
+def result() -> demo.DemoResult:
+    """Serve enough requests for every route; seed 6 has silences, and piles up beyond the ladder."""
+    return demo.run(device="cuda", requests=48, seed=6)
+
+
+def test_no_bit_differs(result: demo.DemoResult) -> None:
+    assert result, result.differences
+    assert result.num_differences == 0
+    assert result.num_requests == 48
+    assert result.num_tensors_compared == 6 * result.num_steps
+    assert result.num_tokens_compared == result.num_tokens - result.num_requests
+
+
+def test_every_route_is_taken(result: demo.DemoResult) -> None:
+    assert {(way.prep, way.forward, way.reason) for way in result.routes} == {
+        ("glue", "graph", "padded"),
+        ("glue", "graph", "unpadded"),
+        ("eager", "graph", "idle_eager"),
+        ("eager", "eager", "over_ladder"),
+    }
+
+
+def test_it_says_where_it_ran(result: demo.DemoResult) -> None:
+    assert result.device == torch.cuda.get_device_name()
+    assert result.dtype == "bfloat16"
+    assert result.glued_us is not None
+    assert result.eager_us is not None
+
+
+def test_a_stale_tail_would_be_found() -> None:
+    def stale(step: int, tensors: dict[str, torch.Tensor], num_requests: int) -> None:
+        tensors["seq_lens"][num_requests:] = 7
+
+    broken = demo.run(device="cuda", requests=4, fault=stale)
+    assert not broken
+    assert {found.name for found in broken.differences} >= {"positions", "cu_seq_lens"}
+
+
+def test_the_real_trace_serves_without_a_difference() -> None:
+    trace = AZURE if AZURE.exists() else ROOT / "shared" / "data" / "azure_llm_code_2023.csv"
+    if not trace.exists():
+        pytest.fail(f"needs the trace at {AZURE} or {trace}")
+    assert demo.run(trace=trace, device="cuda", requests=24)
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    pytest.importorskip("typer")
+    pytest.importorskip("rich")
+    path = tmp_path / "demo.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "graphglue", "demo", "--device", "cuda", "--requests", "16", "--json", str(path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 differences" in done.stdout
+    assert json.loads(path.read_text())["num_differences"] == 0
