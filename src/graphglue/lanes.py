@@ -6,7 +6,7 @@ each combination and looked up afterwards; whatever changes a state clears the l
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from graphglue.core import trees
@@ -27,7 +27,7 @@ class Lane:
         views, forward_view: over the static slots; None where the step has slots of its own.
         fill: the bucket's fill; None where the step is filled into other tensors.
         launch: all in one, where every prep is glued; None where they run one by one.
-        known: how the last step's sources were bound, where one like it need not be bound again.
+        known: how the last steps' sources were bound, where one like them need not be bound again.
         outputs, metadata: the static results, narrowed; None where they are fresh each time.
         tally: counts the steps.
     """
@@ -40,7 +40,7 @@ class Lane:
     forward_view: View | None = None
     fill: Fill | None = None
     launch: Launch | None = None
-    known: Any = None
+    known: list[Any] = field(default_factory=list)
     outputs: trees.Packed | None = None
     metadata: trees.Packed | None = None
 

@@ -24,6 +24,8 @@ from graphglue.lanes import Lane, Lanes
 from graphglue.ledger import Ledger
 from graphglue.step import Outputs
 
+_MAX_KNOWN = 3  # ways of binding that a lane remembers: an engine has one, and a second for warm-up or tests
+
 
 class Stepper:
     """Run steps over a runner's slots, preps and forward."""
@@ -99,8 +101,9 @@ class Stepper:
             BindError: a source does not fit.
             CapacityError: nothing covers the batch, and there is no forward that could run it eagerly.
         """
-        if lane.known is not None and lane.fill is not None and lane.fill.load_known(lane.known, batch.sources):
-            return None
+        for known in lane.known:
+            if lane.fill.load_known(known, batch.sources):  # type: ignore[union-attr]
+                return None
         if lane.facts.bucket is None and (self._forward is None or not forward_needed):
             raise over_capacity(lane.raw, self._arena.space)
         sources = self._planned(lane, batch) if self._plans else batch.sources
@@ -109,7 +112,8 @@ class Stepper:
         if lane.fill is None:
             return writes
         lane.fill.load(writes)
-        lane.known = None if self._plans else lane.fill.remember(writes, sources)
+        if not self._plans and (known := lane.fill.remember(writes, sources)) is not None:
+            lane.known = [known, *lane.known[: _MAX_KNOWN - 1]]
         return None
 
     def run(self, lane: Lane, writes: list[Write] | None, forward: bool = True) -> tuple[Any, Any, Decision, View]:

@@ -66,7 +66,7 @@ class CudaDevice:
             writes, blocks = self._staged(writes)
             fill_slots(writes, targets, non_blocking=True)
             stream = torch._C._cuda_getCurrentRawStream(self.torch_device.index)
-            self._in_flight.hold(blocks, [write.source for write in writes], stream)
+            self._in_flight.hold((blocks, [write.source for write in writes]), stream)
 
     def compose(self, fill: Fill, preps: Sequence[Recording], forward: Recording | None, random: str | None) -> Launch:
         """Join fill, preps and forward in one launch, or say why they are launched one by one."""

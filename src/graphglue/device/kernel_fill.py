@@ -101,7 +101,7 @@ class KernelFill:
         self._small = self._node_params(device, min(self._small_payload, large))
         self._large = self._small if large <= self._small_payload else self._node_params(device, large)
         self.params = self._large  # what the node is given: the smaller struct where it suffices
-        self._blocks: list[torch.Tensor] = []
+        self._blocks: Any = ()
         self._sources: Any = ()
 
     def load(self, writes: Sequence[Write]) -> None:
@@ -168,8 +168,8 @@ class KernelFill:
 
     def launched(self) -> None:
         """Hold sources and pinned blocks until the device has read them."""
-        self._in_flight.hold(self._blocks, self._sources, self.order.current)
-        self._blocks, self._sources = [], ()
+        self._in_flight.hold((self._blocks, self._sources), self.order.current)
+        self._blocks, self._sources = (), ()
 
     def _in_a_slot(self, address: int) -> bool:
         return any(start <= address < end for start, end in self._owned)

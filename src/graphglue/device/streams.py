@@ -50,8 +50,8 @@ class InFlight:
 
         self._device, self._driver = device, driver
         self._free: list[torch.Tensor] = []
-        self._open: list[tuple[list[torch.Tensor], Any]] = []
-        self._sealed: deque[tuple[Any, list[tuple[list[torch.Tensor], Any]]]] = deque()
+        self._open: list[tuple[Any, Any]] = []
+        self._sealed: deque[tuple[Any, list[tuple[Any, Any]]]] = deque()
         self._events: list[Any] = []
 
     def block(self, num_bytes: int) -> torch.Tensor:
@@ -64,12 +64,12 @@ class InFlight:
         with torch.inference_mode(False):
             return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
-    def hold(self, blocks: list[torch.Tensor], sources: Any, stream: int) -> None:
-        """Keep these alive until the work queued on a stream so far has run. Sync: none.
+    def hold(self, step: tuple[Any, Any], stream: int) -> None:
+        """Keep a step's pinned blocks and sources alive until the work queued on a stream has run. Sync: none.
 
         Steps are ordered among themselves, so a later step's event covers the earlier ones.
         """
-        self._open.append((blocks, sources))
+        self._open.append(step)
         if len(self._open) >= _GENERATION_STEPS:
             self._seal(stream)
             self._collect()
