@@ -224,6 +224,17 @@ class GlueGraphCache:
         logger.info("captured %s at %s: %.3f s, %d bytes", self.name, key, entry.capture_seconds, entry.num_bytes)
         return True
 
+    def adopt(self, key: Hashable, recording: Recording) -> None:
+        """Take in a recording that somebody else made for a key.
+
+        Raises:
+            CaptureError: the key has one already.
+        """
+        self._check_open()
+        if self.state(key) is State.CAPTURED:
+            raise CaptureError(f"{self.name!r}: key {key} has a graph already; reset() first")
+        self._entries[key] = Entry(State.CAPTURED, (), recording.outputs, True, recording)
+
     def call(self, key: Hashable) -> Any:
         """Call the prep as it was recorded for a key; its result is the caller's."""
         return self._recorded(self._entries[key].args)

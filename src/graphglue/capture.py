@@ -18,7 +18,7 @@ from graphglue.core.keys import Key
 from graphglue.core.routing import PrepFacts, Route, State
 from graphglue.core.view import View
 from graphglue.device.arena import Arena
-from graphglue.device.base import Launch
+from graphglue.device.base import Launch, Reads
 from graphglue.graphs.base import Recorder
 from graphglue.registry import Registration
 
@@ -41,6 +41,15 @@ class CaptureHooks:
     key: Callable[[Key], AbstractContextManager[Any]] | None = None
     pool: Any = None
     stream: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Composed:
+    """The launch of one key, the outputs it computes, and whether the forward is part of it."""
+
+    launch: Launch
+    outputs: Any
+    has_forward: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +140,14 @@ class Capture:
         *,
         join: Callable[[list[Any]], Any],
         warmups: int,
+        reads: Reads | None,
     ) -> None:
         self._arena, self._units, self._forward, self._views = arena, units, forward, views
         self._tables, self._recorder, self._hooks = tables, recorder, hooks
         self._join, self._warmups = join, warmups
-        self.launches: dict[Key, tuple[Launch, Any]] = {}  # with the outputs that the launch computes
+        self._reads = reads
+        self.adopted: GlueGraphCache | None = None  # the engine's own forwards
+        self.launches: dict[Key, Composed] = {}
         self._random: dict[Key, str] = {}  # which part of a key draws random numbers
 
     def run(self, keys: Sequence[Key], progress: bool | None = None) -> list[Key]:
@@ -169,9 +181,8 @@ class Capture:
     def drop_launches(self, keys: Iterable[Key]) -> None:
         """Drop what was composed for these keys."""
         for key in keys:
-            launch, _ = self.launches.pop(key, (None, None))
-            if launch is not None:
-                launch.close()
+            if (composed := self.launches.pop(key, None)) is not None:
+                composed.launch.close()
 
     def captured(self, key: Key) -> bool:
         """Tell whether anything of a key replays."""
@@ -214,7 +225,8 @@ class Capture:
             tables = {name: t.clone() if name in effects else t for name, t in self._tables.items()}
             view = self._views.prep_view(unit, self._arena.targets(key.bucket), tables, key)
         if unit.cache.state(key) is State.CAPTURED:
-            unit.cache.eager(key, view)
+            if not effects:  # its graph gives the forward its metadata; one with effects has run before
+                unit.cache.replay(key)
         else:
             unit.cache.warm(key, view, live_args=(live,))
 
@@ -227,26 +239,25 @@ class Capture:
             _, view = self._views.of(key)
             # The forward is the engine's own code, compiled inside for all we know: not strict.
             self._forward.record(key, view, self.metadata(key), strict=False)
-        self._compose(key)
+        self.compose(key)
 
-    def _compose(self, key: Key) -> None:
-        """Join all that was recorded for a key in one launch."""
+    def compose(self, key: Key, random: str | None = None) -> None:
+        """Join the fill and all that was recorded for a key, with the forward if it has a graph."""
         entries = [unit.cache.entry(key) for unit in self._units]
-        if self._forward is not None:
-            entries.append(self._forward.entry(key))
-        recordings = [entry.recording for entry in entries if entry.state is State.CAPTURED and entry.recording]
-        if len(recordings) != len(entries):
+        preps = [entry.recording for entry in entries if entry.state is State.CAPTURED and entry.recording]
+        if len(preps) != len(entries):
             return
-        forward, outputs, cache = None, None, self._forward
-        if cache is not None:
-            forward = recordings.pop()
-            if self._random.get(key) == "forward":
-                # Such a forward is composed in its own graph, which is used up by that; record another.
-                forward = self._recorder.record(lambda: cache.call(key), strict=False)
-            outputs = forward.outputs
-        fill = self._arena.fill_of(key.bucket)
-        launch = self._arena.device.compose(fill, recordings, forward, self._random.get(key))
-        self.launches[key] = (launch, outputs)
+        random, cache = random or self._random.get(key), self._forward or self.adopted
+        forward = cache.entry(key).recording if cache is not None and cache.state(key) is State.CAPTURED else None
+        if forward is None and random == "forward":
+            random = None
+        elif random == "forward" and (own := self._forward) is not None:
+            # Such a forward is composed in its own graph, which is used up by that; record another.
+            forward = self._recorder.record(lambda: own.call(key), strict=False)
+        device, fill = self._arena.device, self._arena.fill_of(key.bucket)
+        launch = device.compose(fill, preps, forward, random, self._reads)
+        self.drop_launches([key])
+        self.launches[key] = Composed(launch, None if forward is None else forward.outputs, forward is not None)
 
     def metadata(self, key: Key) -> Any:
         """Give a key's static metadata, as the forward sees it."""

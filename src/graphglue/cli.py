@@ -60,6 +60,34 @@ def demo(
     raise typer.Exit(0 if result else 1)
 
 
+@app.command()
+def bench(
+    device: Annotated[Device, typer.Option(help="auto takes CUDA where there is a GPU.")] = Device.AUTO,
+    json: Annotated[Path | None, typer.Option(help="Also write everything to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw it, into a .png; needs matplotlib.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Timed steps of each row; 2000, or 20 on the CPU.")] = None,
+    buckets: Annotated[str | None, typer.Option(help="Requests of each bucket, such as 1,4,16.")] = None,
+    only: Annotated[str | None, typer.Option(help="Sections to run, such as floor,slots.")] = None,
+    peer: Annotated[list[str] | None, typer.Option(help="sglang=DIR, where its wheel was unpacked.")] = None,
+) -> None:
+    """Measure what a decode step costs the host, in all the ways there are to launch it.
+
+    Exits with 2 if the benchmark can not run as asked.
+    """
+    from graphglue.bench import command  # loads torch's compiler and, for a plot, matplotlib
+
+    for option, path in (("--json", json), ("--plot", plot)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise typer.BadParameter(f"{path.absolute().parent} is no directory", param_hint=option)
+    try:
+        settings = command.parsed(device.value, steps, buckets, only, peer or [])
+        report = command.run_and_write(settings, json, plot)
+    except ConfigError as error:
+        typer.echo(f"graphglue bench: {error}", err=True)
+        raise typer.Exit(2) from error
+    command.show(report, Console(soft_wrap=False))
+
+
 def _print(result: DemoResult, console: Console) -> None:
     say = partial(console.print, highlight=False, markup=False)
     say(f"device    {result.device}, {result.dtype}, torch {result.torch_version}")

@@ -11,7 +11,16 @@ from graphglue.core.batch import Mode
 from graphglue.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "GRAPHGLUE_"
-_FROM_ENVIRONMENT = ("enabled", "padding", "waste_limit", "generic_glue", "certificate", "clone_outputs", "warmups")
+_FROM_ENVIRONMENT = (
+    "enabled",
+    "padding",
+    "waste_limit",
+    "generic_glue",
+    "certificate",
+    "clone_outputs",
+    "events",
+    "warmups",
+)
 
 
 class RunnerConfig(BaseModel):
@@ -28,6 +37,7 @@ class RunnerConfig(BaseModel):
         glue: per prep: "on", "unpadded" (never on padded replays) or "off".
         certificate: "require" glues no prep without a valid certificate.
         clone_outputs: return copies that later replays do not rewrite.
+        events: record ``Step.sources_read()`` and ``Step.tables_read()``; about 4 us of device time a step.
         max_requests: request rows where the ladder counts tokens (EXTEND).
         modes: the modes to capture; by default all that the contracts declare.
         warmups: real runs of each key before it is recorded.
@@ -45,6 +55,7 @@ class RunnerConfig(BaseModel):
     glue: dict[str, Literal["on", "unpadded", "off"]] = {}
     certificate: Literal["off", "require"] = "off"
     clone_outputs: bool = False
+    events: bool = False
     max_requests: int | None = Field(default=None, ge=1)
     modes: frozenset[Mode] | None = None
     warmups: int = Field(default=2, ge=1)

@@ -21,6 +21,7 @@ from graphglue.core.slots import Slot
 from graphglue.core.tables import Tables, TableSource, check_indices
 from graphglue.core.view import View
 from graphglue.device.arena import Arena, over_capacity
+from graphglue.device.base import Reads
 from graphglue.errors import (
     CaptureError,
     ClosedError,
@@ -96,15 +97,16 @@ class Runner:
         hooks = hooks or CaptureHooks()
         recorder = recorder or self.arena.device.recorder(hooks.stream, hooks.pool)
         self._units = [build_unit(registration, recorder, self.config) for registration in registrations]
+        self._reads = self._read_events() if self.config.events else None
         self._forward = None if forward is None else GlueGraphCache(forward, recorder=recorder, name="forward")
         self._views = Views(self.arena, self._tables.tensors, self._units)
         self._capture = Capture(
             self.arena, self._units, self._forward, self._views, self._tables.tensors, recorder, hooks,
-            join=self._join, warmups=self.config.warmups,
+            join=self._join, warmups=self.config.warmups, reads=self._reads,
         )  # fmt: skip
         self._stepper = Stepper(
             self.arena, self._units, self._forward, forward, self._views, self._capture,
-            self._output_axes, self.config, self._join,
+            self._output_axes, self.config, self._join, self._reads,
         )  # fmt: skip
         self._wanted: tuple[Key, ...] = ()
         self._turn = _Turn()
@@ -159,7 +161,7 @@ class Runner:
             lane = self._stepper.lane(batch)  # describe, admit, agree, route
             writes = self._stepper.load(lane, batch)  # bind: the last check, nothing is written before
             metadata, outputs, decision, _ = self._stepper.run(lane, writes)  # one launch, or one by one
-            return Step(outputs, metadata, decision, lane.raw)
+            return Step(outputs, metadata, decision, lane.raw, self._reads)
         finally:
             self._turn.end()
 
@@ -186,6 +188,41 @@ class Runner:
             writes = self._stepper.load(lane, batch, forward_needed=False)
             metadata, _, decision, view = self._stepper.run(lane, writes, forward=False)
             return Prepared(view, metadata, decision, lane.raw)
+
+    def adopt_forward(
+        self, bucket: int | Bucket, graph: Any, outputs: Any = None, variant: Any = None, random: bool = False
+    ) -> None:
+        """Take in a forward graph that the engine captured itself, over slots that adopt its buffers.
+
+        From then on a replay at this bucket is one launch of fill, preps and that graph.
+
+        Args:
+            bucket: a bucket, or a size of the ladder.
+            graph: a captured ``torch.cuda.CUDAGraph(keep_graph=True)``; on the CPU a recording of the tape.
+            outputs: the static tensors it writes, for ``Step.outputs``.
+            variant: the variant it is for.
+            random: it draws random numbers; it is then composed in its own graph, which is used up.
+
+        Raises:
+            ConfigError: the runner has a forward of its own.
+            CaptureError: a graph without keep_graph, or a bucket that was adopted before.
+            ContractError: outputs that do not have the rows that output_axes says.
+
+        Sync: none.
+        """
+        with self._turn:
+            self._check_open()
+            if self._forward is not None:
+                raise ConfigError("adopt_forward: this runner captures its own forward; build it with forward=None")
+            bucket = self.space.bucket(self._sizes([bucket])[0])
+            recording = self.arena.device.adopt(graph, outputs)
+            Outputs(outputs, self._output_axes, bucket)  # checks the declared axes
+            if self._stepper.forward is None:
+                self._stepper.forward = self._capture.adopted = GlueGraphCache(_engine_forward, name="forward")
+            key = Key(self.space.modes[0], *bucket, None, variant)
+            self._stepper.forward.adopt(key, recording)
+            self._capture.compose(key, "forward" if random else None)
+            self._stepper.forget()
 
     def view(self, bucket: int | Bucket) -> View:
         """Show all slots and tables at a bucket, or at a size of the ladder."""
@@ -274,7 +311,13 @@ class Runner:
             cache.reset()
 
     def _caches(self) -> list[GlueGraphCache]:
-        return ([self._forward] if self._forward else []) + [unit.cache for unit in self._units]
+        forward = self._stepper.forward
+        return ([forward] if forward else []) + [unit.cache for unit in self._units]
+
+    def _read_events(self) -> Reads:
+        device = self.arena.device
+        until_forward = any(unit.declared.reads_end == "forward" for unit in self._units)
+        return Reads(device.read_event(), device.read_event(), until_forward)
 
     def _sizes(self, buckets: Iterable[int | Bucket]) -> list[int]:
         sizes = []
@@ -314,6 +357,10 @@ class Runner:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the runner was closed; build another one")
+
+
+def _engine_forward(*_: object) -> None:
+    raise CaptureError("the engine captured this forward; graphglue can not run it eagerly")
 
 
 class _Turn:

@@ -13,7 +13,7 @@ from graphglue.core.buckets import Bucket
 from graphglue.core.routing import Decision
 from graphglue.core.slots import Axis
 from graphglue.core.view import View
-from graphglue.errors import ContractError
+from graphglue.errors import ConfigError, ContractError
 
 
 @dataclass(slots=True)
@@ -31,6 +31,30 @@ class Step:
     metadata: Any
     decision: Decision
     raw: Bucket
+    reads: Any = None
+
+    def sources_read(self) -> Any:
+        """Give the event behind the fill: from then on this step's device sources may be overwritten.
+
+        A ``torch.cuda.Event`` (wait, query, synchronize), recorded anew by the next replay.
+
+        Raises:
+            ConfigError: the runner was not asked for events.
+        """
+        return self._checked_reads().sources
+
+    def tables_read(self) -> Any:
+        """Give the event behind the last reader of a table: from then on tables may be overwritten.
+
+        Raises:
+            ConfigError: the runner was not asked for events.
+        """
+        return self._checked_reads().tables
+
+    def _checked_reads(self) -> Any:
+        if self.reads is None:
+            raise ConfigError("this runner records no events; pass RunnerConfig(events=True)")
+        return self.reads
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from graphglue.core.keys import Key
 from graphglue.core.routing import Decision, Reason, Route, StepFacts, route
 from graphglue.core.view import View
 from graphglue.device.arena import Arena, over_capacity
+from graphglue.device.base import Reads
 from graphglue.errors import BindError
 from graphglue.lanes import Lane, Lanes
 from graphglue.ledger import Ledger
@@ -41,12 +42,16 @@ class Stepper:
         output_axes: Mapping[str, str] | str | None,
         config: RunnerConfig,
         join: Callable[[list[Any]], Any],
+        reads: Reads | None,
     ) -> None:
-        self._arena, self._units, self._forward, self._run_forward = arena, list(units), forward, run_forward
+        self._arena, self._units, self._run_forward = arena, list(units), run_forward
+        self.forward = forward  # the recorded forwards, or those that the engine captured itself
         self._views, self._capture, self._output_axes, self._config = views, capture, output_axes, config
         self._join = join
         self._plans = [unit for unit in units if unit.registration.plan is not None]
         self._publishers = [unit for unit in units if unit.registration.publish is not None]
+        self._reads = reads
+        self._tables_until_forward = reads is not None and reads.tables_until_forward
         self._lanes = Lanes()
         self.ledger = Ledger()
 
@@ -87,7 +92,7 @@ class Stepper:
         )
         key = Key(batch.mode, *(raw if facts.exact or bucket is None else bucket), None, batch.variant)
         preps = {unit.name: unit.facts(key) for unit in self._units}
-        return raw, facts, route(facts, preps, key, None if self._forward is None else self._forward.state(key))
+        return raw, facts, route(facts, preps, key, None if self.forward is None else self.forward.state(key))
 
     def load(self, lane: Lane, batch: Batch, forward_needed: bool = True) -> list[Write] | None:
         """Hold the sources against the slots, and take them in; host values are snapshotted now.
@@ -104,7 +109,7 @@ class Stepper:
         for known in lane.known:
             if lane.fill.load_known(known, batch.sources):  # type: ignore[union-attr]
                 return None
-        if lane.facts.bucket is None and (self._forward is None or not forward_needed):
+        if lane.facts.bucket is None and (self._run_forward is None or not forward_needed):
             raise over_capacity(lane.raw, self._arena.space)
         sources = self._planned(lane, batch) if self._plans else batch.sources
         scratch = lane.facts.bucket is None
@@ -123,15 +128,18 @@ class Stepper:
             Metadata, outputs narrowed to the real rows, the decision, and the forward's view.
         """
         self._arena.device.enter_step()
-        if lane.launch is not None and (forward or self._forward is None):
-            return self._run_launch(lane)
+        if lane.launch is not None and (forward or lane.decision.forward is not Route.GRAPH):
+            return self._run_launch(lane, forward)
         views, forward_view = self._fill(lane, writes)
+        self._record_read("sources", True)
         metadata, decision = self._run_preps(lane.decision, views)
+        self._record_read("tables", not self._tables_until_forward)
         outputs = self._run_model(lane, decision, forward_view, metadata) if forward else None
+        self._record_read("tables", self._tables_until_forward)
         self.ledger.note(lane.tally if decision is lane.decision else self.ledger.tally(decision, lane.raw))
         return self._handed_out(metadata), self._handed_out(outputs), decision, forward_view
 
-    def _run_launch(self, lane: Lane) -> tuple[Any, Any, Decision, View]:
+    def _run_launch(self, lane: Lane, forward: bool) -> tuple[Any, Any, Decision, View]:
         assert lane.launch is not None
         assert lane.metadata is not None
         assert lane.forward_view is not None
@@ -139,8 +147,12 @@ class Stepper:
         for unit in self._publishers:
             unit.registration.publish(unit.cache.result(lane.decision.key))  # type: ignore[misc]
         self.ledger.note(lane.tally)
-        outputs = None if lane.outputs is None else lane.outputs.tree()
         metadata = lane.metadata.tree()
+        if lane.outputs is not None:
+            outputs = lane.outputs.tree()
+        else:  # fill and preps were one launch; the forward has no graph
+            outputs = self._run_model(lane, lane.decision, lane.forward_view, metadata) if forward else None
+            self._record_read("tables", self._tables_until_forward)
         if self._config.clone_outputs:
             metadata, outputs = self._handed_out(metadata), self._handed_out(outputs)
         return metadata, outputs, lane.decision, lane.forward_view
@@ -153,10 +165,11 @@ class Stepper:
         key = decision.key
         lane.fill = self._arena.fill_of(decision.bucket)
         lane.views, lane.forward_view = self._views.of(key)
-        outputs = self._forward.result(key) if self._forward is not None else None
+        outputs = self.forward.result(key) if self.forward is not None else None
         whole = all(prep.route is Route.GLUE for prep in decision.preps.values())
-        if whole and (self._forward is None or decision.forward is Route.GRAPH) and key in self._capture.launches:
-            lane.launch, outputs = self._capture.launches[key]
+        composed = self._capture.launches.get(key) if whole else None
+        if composed is not None and composed.has_forward is (decision.forward is Route.GRAPH):
+            lane.launch, outputs = composed.launch, composed.outputs
             lane.metadata = trees.Packed(self._capture.metadata(key))
             lane.tally = self.ledger.tally(decision, raw, lane.launch.fallback or "")
         if decision.forward is Route.GRAPH:
@@ -201,15 +214,18 @@ class Stepper:
         return self._join(results), decision
 
     def _run_model(self, lane: Lane, decision: Decision, view: View, metadata: Any) -> Any:
-        if self._forward is None:
-            return None
-        if decision.forward is Route.GRAPH:
-            self._forward.replay(decision.key)
+        if decision.forward is Route.GRAPH and self.forward is not None:
+            self.forward.replay(decision.key)
             return None if lane.outputs is None else lane.outputs.tree()
-        assert self._run_forward is not None
+        if self._run_forward is None:
+            return None
         with torch.no_grad():
             outputs = self._run_forward(view, metadata)
         return Outputs(outputs, self._output_axes, decision.bucket).real(lane.raw)
+
+    def _record_read(self, what: str, now: bool) -> None:
+        if self._reads is not None and now:
+            self._arena.device.record_event(getattr(self._reads, what))
 
     def _handed_out(self, tree: Any) -> Any:
         return trees.map_tensors(torch.clone, tree) if self._config.clone_outputs else tree

@@ -167,11 +167,13 @@ class Model:
         width: int = 1,
         num_ranks: int = 1,
         max_requests: int | None = None,
+        capacity: tuple[int, int] | None = None,
     ) -> None:
         self.slots, self.ladder, self.width, self.num_ranks = slots, ladder, width, num_ranks
         self.max_requests = max_requests
         by_tokens = max_requests is not None
-        self.capacity = (max_requests, max(ladder)) if by_tokens else (max(ladder), max(ladder) * width)
+        largest = (max_requests, max(ladder)) if by_tokens else (max(ladder), max(ladder) * width)
+        self.capacity = largest if capacity is None else capacity
         self.memory = {slot.name: SlotModel(slot, self.rows(slot, *self.capacity)) for slot in slots}
 
     def rows(self, slot: gg.Slot, requests: int, tokens: int) -> int:
@@ -233,6 +235,13 @@ class Model:
                 ours, now = self.memory[name].at(self.rows(slot, *bucket[:2])), bits_of(view[name])
                 both = is_nan(ours, slot.dtype) & is_nan(now, slot.dtype)
                 ours[both] = now[both]
+
+    def tensors(self, bucket: gg.Bucket) -> dict[str, torch.Tensor]:
+        """Build fresh tensors of a bucket's extents from the memory."""
+        return {
+            slot.name: tensor_of(self.memory[slot.name].at(self.rows(slot, *bucket[:2])), slot.dtype)
+            for slot in self.slots
+        }
 
 
 def storages(view: gg.View, slots: Iterable[gg.Slot]) -> dict[str, torch.Tensor]:

@@ -70,14 +70,14 @@ class Sources:
 
 
 class Recorded:
-    """Record prep and forward of a bucket by themselves, over a runner's slots.
+    """Record prep and forward by themselves, over the slots of a view.
 
-    The forward alone is the floor. The recordings are ours, not the runner's: what is measured next
-    to a step shares nothing with it but the weights and the slots.
+    The forward alone is the floor. The recordings are ours, not a runner's: what is measured next
+    to a step shares nothing with it but the weights and perhaps the slots.
     """
 
-    def __init__(self, workload: Workload, runner: gg.Runner, bucket: int) -> None:
-        view, recorder = runner.view(bucket), open_device(workload.device).recorder()
+    def __init__(self, workload: Workload, view: Any) -> None:
+        recorder = open_device(workload.device).recorder()
         with torch.no_grad():
             self.metadata = prep(view)
             with recorder.session():

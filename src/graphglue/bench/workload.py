@@ -96,13 +96,23 @@ class Workload:
         )
 
     def forward(self, view: Any, metadata: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Run the forward over a view's input ids and what the prep returned."""
+        return self.layers(view.input_ids, metadata, self.embedding, self.weights)
+
+    @staticmethod
+    def layers(
+        input_ids: torch.Tensor,
+        metadata: Mapping[str, torch.Tensor],
+        embedding: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
         """Run the layers: one matrix product and two pointwise operations each."""
-        hidden = self.embedding.index_select(0, view.input_ids)
+        hidden = embedding.index_select(0, input_ids)
         hidden = hidden + metadata["positions"].to(hidden.dtype).unsqueeze(1) * 1e-6
-        requests, width = metadata["page_table"].shape[0], TOKENS_PER_REQUEST
-        pages = metadata["page_table"].sum(1, keepdim=True).expand(requests, width).reshape(-1, 1)
+        requests = metadata["page_table"].shape[0]
+        pages = metadata["page_table"].sum(1, keepdim=True).expand(requests, TOKENS_PER_REQUEST).reshape(-1, 1)
         hidden = hidden + pages.to(hidden.dtype) * 1e-9
-        for weight in self.weights:
+        for weight in weights:
             hidden = torch.nn.functional.silu(hidden @ weight) + hidden
         return hidden
 

@@ -241,6 +241,6 @@ def _forward_reason(step: StepFacts, row: Row, forward: State | None) -> Reason 
         return row.reason
     if forward is State.CAPTURED:
         return None
-    if step.ragged and forward is not None:
-        return Reason.RAGGED_KEY
-    return Reason.FORWARD_QUARANTINED if forward is State.QUARANTINED else Reason.NO_FORWARD_GRAPH
+    if forward is State.QUARANTINED:
+        return Reason.FORWARD_QUARANTINED
+    return Reason.RAGGED_KEY if step.ragged and forward is not None else Reason.NO_FORWARD_GRAPH

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -27,6 +27,27 @@ class Fill(Protocol):
 
     def run(self) -> None:
         """Write what was loaded, on the caller's current stream. Sync: none."""
+
+
+class ReadEvent(Protocol):
+    """Tell when the device has read something; a ``torch.cuda.Event``, or one that is always done."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Make a stream wait."""
+
+    def query(self) -> bool:
+        """Tell whether it has happened."""
+
+    def synchronize(self) -> None:
+        """Make the host wait. Sync: the event."""
+
+
+class Reads(NamedTuple):
+    """The events of one runner's steps: sources read after the fill, tables after preps or forward."""
+
+    sources: ReadEvent
+    tables: ReadEvent
+    tables_until_forward: bool
 
 
 class Launch(Protocol):
@@ -70,7 +91,9 @@ class Device(Protocol):
     def fill_once(self, writes: Sequence[Write], targets: Mapping[str, torch.Tensor]) -> None:
         """Write heads and tails into any targets, slot name -> tensor. Sync: none."""
 
-    def compose(self, fill: Fill, preps: Sequence[Recording], forward: Recording | None, random: str | None) -> Launch:
+    def compose(
+        self, fill: Fill, preps: Sequence[Recording], forward: Recording | None, random: str | None, reads: Reads | None
+    ) -> Launch:
         """Join a fill with what was recorded behind it, in one launch where the device can.
 
         Args:
@@ -78,7 +101,21 @@ class Device(Protocol):
             preps: the recorded preps, in order.
             forward: the recorded forward; None for an engine that owns its own.
             random: what draws random numbers: "prep", "forward" or nothing.
+            reads: events to record on the way, if the config asks for them.
         """
+
+    def adopt(self, graph: Any, outputs: Any) -> Recording:
+        """Take in a graph that the engine captured itself.
+
+        Raises:
+            CaptureError: it can not be composed or replayed here.
+        """
+
+    def read_event(self) -> ReadEvent:
+        """Make an event."""
+
+    def record_event(self, event: Any) -> None:
+        """Record an event behind what was queued so far, on the caller's current stream. Sync: none."""
 
     def random_offset(self) -> int:
         """Give the position of the device's random generator; it moves when numbers are drawn."""
@@ -93,19 +130,37 @@ class Device(Protocol):
 class SeparateLaunches:
     """Launch the fill and each recording one by one: what a device does that can not join them."""
 
-    def __init__(self, fill: Fill, recordings: Sequence[Recording], fallback: str) -> None:
-        self._fill, self._recordings = fill, tuple(recordings)
+    def __init__(
+        self,
+        device: Device,
+        fill: Fill,
+        preps: Sequence[Recording],
+        forward: Recording | None,
+        reads: Reads | None,
+        fallback: str,
+    ) -> None:
+        self._device, self._fill, self._preps, self._forward = device, fill, tuple(preps), forward
+        self._reads = reads
         self.fallback: str | None = fallback
 
     def run(self) -> None:
         """Launch the fill and the recordings, in order. Sync: none."""
         self._fill.run()
-        for recording in self._recordings:
+        self._record("sources", True)
+        for recording in self._preps:
             recording.replay()
+        self._record("tables", self._reads is not None and not self._reads.tables_until_forward)
+        if self._forward is not None:
+            self._forward.replay()
+        self._record("tables", self._reads is not None and self._reads.tables_until_forward)
 
     def close(self) -> None:
         """Drop the recordings; their owner closes them."""
-        self._recordings = ()
+        self._preps, self._forward = (), None
+
+    def _record(self, what: str, now: bool) -> None:
+        if self._reads is not None and now:
+            self._device.record_event(getattr(self._reads, what))
 
 
 def open_device(device: torch.device | str) -> Device:

@@ -9,11 +9,11 @@ import torch
 
 from graphglue.core.binding import Write
 from graphglue.core.slots import Slot
-from graphglue.device.base import Device, Fill, Launch, SeparateLaunches
+from graphglue.device.base import Device, Fill, Launch, Reads, SeparateLaunches
 from graphglue.device.fill import fill_slots
-from graphglue.errors import ConfigError
+from graphglue.errors import CaptureError, ConfigError
 from graphglue.graphs.base import Recorder, Recording
-from graphglue.graphs.tape import Tape
+from graphglue.graphs.tape import Tape, TapeRecording
 
 
 class TorchFill:
@@ -39,6 +39,20 @@ class TorchFill:
         """Write what was loaded; host values are read before this returns."""
         writes, self._writes = self._writes, ()
         self._device.fill_once(writes, self._targets)
+
+
+class DoneEvent:
+    """An event that has happened: the CPU reads at once."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Return at once."""
+
+    def query(self) -> bool:
+        """Say yes."""
+        return True
+
+    def synchronize(self) -> None:
+        """Return at once."""
 
 
 class CpuDevice:
@@ -67,9 +81,25 @@ class CpuDevice:
         with torch.no_grad():
             fill_slots(writes, targets)
 
-    def compose(self, fill: Fill, preps: Sequence[Recording], forward: Recording | None, random: str | None) -> Launch:
+    def compose(
+        self, fill: Fill, preps: Sequence[Recording], forward: Recording | None, random: str | None, reads: Reads | None
+    ) -> Launch:
         """Run one after the other: the tape has no launches to save."""
-        return SeparateLaunches(fill, [*preps, *([forward] if forward else [])], "the CPU tape launches nothing")
+        return SeparateLaunches(self, fill, preps, forward, reads, "the CPU tape launches nothing")
+
+    def adopt(self, graph: Any, outputs: Any) -> Recording:
+        """Take in a recording of the tape."""
+        if not isinstance(graph, TapeRecording):
+            seen = type(graph).__name__
+            raise CaptureError(f"a {seen} can not be adopted on the CPU; expected what Tape.record returns")
+        return graph
+
+    def read_event(self) -> DoneEvent:
+        """Give an event that has happened."""
+        return DoneEvent()
+
+    def record_event(self, event: Any) -> None:
+        """Do nothing: the CPU has read what it was given."""
 
     def random_offset(self) -> int:
         """Give 0: a tape's replay draws from the CPU's generator by itself."""

@@ -10,7 +10,7 @@ import torch
 
 from graphglue.core.binding import Write
 from graphglue.core.slots import Slot
-from graphglue.device.base import Fill, Launch, SeparateLaunches
+from graphglue.device.base import Fill, Launch, Reads, SeparateLaunches
 from graphglue.device.cpu import TorchFill
 from graphglue.device.fill import fill_slots
 from graphglue.device.kernel import KernelUnavailable
@@ -19,7 +19,7 @@ from graphglue.device.launch import ParentLaunch, PrependedLaunch
 from graphglue.device.streams import InFlight, StepOrder
 from graphglue.errors import ConfigError, GraphGlueError
 from graphglue.graphs.base import Recorder, Recording
-from graphglue.graphs.cuda import CudaRecorder, CudaRecording
+from graphglue.graphs.cuda import AdoptedGraph, CudaRecorder, CudaRecording
 
 _ALIGNMENT_BYTES = 16
 
@@ -68,21 +68,52 @@ class CudaDevice:
             stream = torch._C._cuda_getCurrentRawStream(self.torch_device.index)
             self._in_flight.hold((blocks, [write.source for write in writes]), stream)
 
-    def compose(self, fill: Fill, preps: Sequence[Recording], forward: Recording | None, random: str | None) -> Launch:
+    def compose(
+        self, fill: Fill, preps: Sequence[Recording], forward: Recording | None, random: str | None, reads: Reads | None
+    ) -> Launch:
         """Join fill, preps and forward in one launch, or say why they are launched one by one."""
         recordings = [*preps, *([forward] if forward else [])]
+        graphs = [recording.graph for recording in recordings if isinstance(recording, (CudaRecording, AdoptedGraph))]
         if not isinstance(fill, KernelFill):
-            return SeparateLaunches(fill, recordings, self.fill_fallback or "the fill is not one kernel")
-        graphs = [recording.graph for recording in recordings if isinstance(recording, CudaRecording)]
-        if len(graphs) != len(recordings):
-            return SeparateLaunches(fill, recordings, "another recorder than graphglue's made the graphs")
-        if random == "prep":
-            return SeparateLaunches(fill, recordings, "a prep draws random numbers, which only its own replay advances")
-        try:
-            with torch.cuda.device(self.torch_device):
-                return PrependedLaunch(fill, graphs[:-1], graphs[-1]) if random else ParentLaunch(fill, graphs)
-        except GraphGlueError as error:  # memory and conditional nodes can not be children
-            return SeparateLaunches(fill, recordings, f"the graphs can not be composed: {error}")
+            why = self.fill_fallback or "the fill is not one kernel"
+        elif len(graphs) != len(recordings):
+            why = "another recorder than graphglue's made the graphs"
+        elif random == "prep":
+            why = "a prep draws random numbers, which only its own replay advances"
+        else:
+            try:
+                return self._composed(fill, graphs, len(preps), random, reads)
+            except GraphGlueError as error:  # memory and conditional nodes can not be children
+                why = f"the graphs can not be composed: {error}"
+        return SeparateLaunches(self, fill, preps, forward, reads, why)
+
+    def adopt(self, graph: Any, outputs: Any) -> Recording:
+        """Take in a ``torch.cuda.CUDAGraph(keep_graph=True)`` that the engine captured."""
+        return AdoptedGraph(graph, outputs)
+
+    def read_event(self) -> torch.cuda.Event:
+        """Make an event; recording it once gives it a handle, which a graph's node needs."""
+        with torch.cuda.device(self.torch_device):
+            event = torch.cuda.Event()
+            event.record()
+            return event
+
+    def record_event(self, event: Any) -> None:
+        """Record an event on the caller's current stream. Sync: none."""
+        event.record(torch.cuda.current_stream(self.torch_device))
+
+    def _composed(
+        self,
+        fill: KernelFill,
+        graphs: list[torch.cuda.CUDAGraph],
+        num_preps: int,
+        random: str | None,
+        reads: Reads | None,
+    ) -> Launch:
+        with torch.cuda.device(self.torch_device):
+            if random:
+                return PrependedLaunch(fill, graphs[:num_preps], graphs[num_preps], reads)
+            return ParentLaunch(fill, graphs[:num_preps], graphs[num_preps:], reads)
 
     def random_offset(self) -> int:
         """Give the position of the device's default generator. Sync: none."""

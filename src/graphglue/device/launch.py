@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from graphglue.device.base import Reads
 from graphglue.device.kernel import checked
 from graphglue.errors import GraphGlueError
 
@@ -56,19 +57,25 @@ class ParentLaunch:
 
     fallback: str | None = None
 
-    def __init__(self, fill: Any, graphs: Sequence[torch.cuda.CUDAGraph]) -> None:
+    def __init__(
+        self,
+        fill: Any,
+        preps: Sequence[torch.cuda.CUDAGraph],
+        forward: Sequence[torch.cuda.CUDAGraph],
+        reads: Reads | None = None,
+    ) -> None:
         from cuda.bindings import driver
 
-        self._fill, self._graphs = fill, tuple(graphs)  # torch's objects own the memory pool: keep them
+        self._fill, self._graphs = fill, (*preps, *forward)  # torch's objects own the memory pool: keep them
         self._launch, self._driver = driver.cuGraphLaunch, driver
         self._graph = checked(driver.cuGraphCreate(0))
         self._exec: Any = None
         try:
             self._node = FillNode(fill.params)
-            last = self._node.add_to(self._graph)
-            for graph in graphs:
-                child = driver.CUgraph(graph.raw_cuda_graph())
-                last = checked(driver.cuGraphAddChildGraphNode(self._graph, [last], 1, child))
+            filled = self._node.add_to(self._graph)
+            prepared = _add_children(self._graph, filled, preps)
+            last = _add_children(self._graph, prepared, forward)
+            _add_events(self._graph, reads, filled, prepared, last)
             self._exec = checked(driver.cuGraphInstantiate(self._graph, _INSTANTIATE_FLAGS))
         except BaseException:
             self.close()
@@ -99,18 +106,25 @@ class PrependedLaunch:
 
     fallback: str | None = None
 
-    def __init__(self, fill: Any, preps: Sequence[torch.cuda.CUDAGraph], forward: torch.cuda.CUDAGraph) -> None:
+    def __init__(
+        self,
+        fill: Any,
+        preps: Sequence[torch.cuda.CUDAGraph],
+        forward: torch.cuda.CUDAGraph,
+        reads: Reads | None = None,
+    ) -> None:
         from cuda.bindings import driver
 
         self._fill, self._preps, self._forward = fill, tuple(preps), forward
         graph = driver.CUgraph(forward.raw_cuda_graph())
         roots = _root_nodes(graph)
+        if reads is not None and reads.tables_until_forward:
+            raise GraphGlueError("an event behind a forward that draws random numbers would need its last nodes")
         self._node = FillNode(fill.params)
-        last = self._node.add_to(graph)
-        for prep in preps:
-            child = driver.CUgraph(prep.raw_cuda_graph())
-            last = checked(driver.cuGraphAddChildGraphNode(graph, [last], 1, child))
-        _depend(graph, last, roots)
+        filled = self._node.add_to(graph)
+        prepared = _add_children(graph, filled, preps)
+        _add_events(graph, reads, filled, prepared, prepared)
+        _depend(graph, prepared, roots)
         forward.instantiate()
         self._node.belongs_to(driver.CUgraphExec(forward.raw_cuda_graph_exec()))
 
@@ -123,6 +137,28 @@ class PrependedLaunch:
     def close(self) -> None:
         """Let the graphs go; their owner closes them."""
         self._preps = ()
+
+
+def _add_children(graph: Any, before: Any, children: Sequence[torch.cuda.CUDAGraph]) -> Any:
+    """Add graphs as child nodes, one behind the other; give the last node."""
+    from cuda.bindings import driver
+
+    for child in children:
+        raw = driver.CUgraph(child.raw_cuda_graph())
+        before = checked(driver.cuGraphAddChildGraphNode(graph, [before], 1, raw))
+    return before
+
+
+def _add_events(graph: Any, reads: Reads | None, filled: Any, prepared: Any, last: Any) -> None:
+    """Record the events behind what reads sources and tables; nothing waits for them in the graph."""
+    from cuda.bindings import driver
+
+    if reads is None:
+        return
+    behind_tables = last if reads.tables_until_forward else prepared
+    for event, node in ((reads.sources, filled), (reads.tables, behind_tables)):
+        handle = driver.CUevent(event.cuda_event)  # type: ignore[attr-defined]
+        checked(driver.cuGraphAddEventRecordNode(graph, [node], 1, handle))
 
 
 def _root_nodes(graph: Any) -> list[Any]:

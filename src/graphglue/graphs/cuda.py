@@ -100,6 +100,33 @@ class CudaRecording:
             graph.reset()
 
 
+class AdoptedGraph:
+    """A forward graph that the engine captured itself; it stays the engine's.
+
+    Raises:
+        CaptureError: something else than a captured ``torch.cuda.CUDAGraph(keep_graph=True)``.
+    """
+
+    num_bytes = 0
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Any) -> None:
+        try:
+            graph.raw_cuda_graph()
+        except (AttributeError, RuntimeError) as error:
+            raise CaptureError(
+                f"a {type(graph).__name__} can not be adopted: {error}; expected a captured torch.cuda.CUDAGraph that "
+                "was made with keep_graph=True"
+            ) from error
+        self.graph, self.outputs = graph, outputs
+
+    def replay(self) -> None:
+        """Launch the graph on the caller's current stream. Sync: none."""
+        self.graph.replay()
+
+    def close(self) -> None:
+        """Leave the graph to the engine."""
+
+
 class CudaRecorder:
     """Record callables on one CUDA device.
 

@@ -229,6 +229,7 @@ def batches(
     max_requests: int | None = None,
     widths: Sequence[int] = (),
     ragged: bool = True,
+    idle: bool = True,
 ) -> Batch:
     """Draw a batch: idle, unpadded, padded, of another width or ragged, with a source for each slot.
 
@@ -242,10 +243,11 @@ def batches(
         max_requests: the most requests; the ladder's largest size by default, more is over the ladder.
         widths: other widths to choose from.
         ragged: whether requests may differ in tokens; each has 1 to ``tokens_per_request``, or one more.
+        idle: whether it may have no requests.
     """
     mode = draw(st.sampled_from(modes))
     most = max(ladder) if max_requests is None else max_requests
-    if most == 0 or draw(st.integers(0, 7)) == 0:
+    if most == 0 or (idle and draw(st.integers(0, 7)) == 0):
         return Batch.idle(mode=mode)
     requests = draw(st.integers(1, most))
     row_tokens = draw(_row_tokens(requests, tokens_per_request, widths, ragged))

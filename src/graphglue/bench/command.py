@@ -1,0 +1,54 @@
+"""What the command line calls: read options, run, write files."""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from graphglue.bench import run, settings_of
+from graphglue.bench.plot import draw
+from graphglue.bench.report import show
+from graphglue.bench.results import Report
+from graphglue.bench.sections import Settings
+from graphglue.errors import ConfigError
+
+__all__ = ["parsed", "run_and_write", "show"]
+
+
+def parsed(device: str, steps: int | None, buckets: str | None, only: str | None, peers: Sequence[str]) -> Settings:
+    """Read the options as they were typed.
+
+    Raises:
+        ConfigError: an option that can not be read.
+    """
+    try:
+        sizes = [int(size) for size in buckets.split(",")] if buckets else None
+    except ValueError:
+        raise ConfigError(f"--buckets {buckets}: expected numbers, such as 1,4,16") from None
+    sections = [name.strip() for name in only.split(",")] if only else []
+    folders = {}
+    for peer in peers:
+        name, separator, folder = peer.partition("=")
+        if not separator or not Path(folder).is_dir():
+            raise ConfigError(f"--peer {peer}: expected NAME=DIR with an existing folder")
+        folders[name] = Path(folder).absolute()
+    return settings_of(device, steps, sizes, sections, folders)
+
+
+def run_and_write(settings: Settings, json: Path | None, plot: Path | None) -> Report:
+    """Run, and write what was asked for.
+
+    Raises:
+        ConfigError: a plot without matplotlib; nothing was run.
+    """
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError('--plot needs matplotlib: pip install "graphglue[bench]"')
+    report = run(settings, "graphglue " + shlex.join(sys.argv[1:]))
+    if json is not None:
+        report.write_json(json)
+    if plot is not None:
+        draw(report, plot)
+    return report

@@ -1,0 +1,116 @@
+"""What is to be reached on an H200, and what this run saw of it."""
+
+from __future__ import annotations
+
+from graphglue.bench import baselines, contenders, scaling
+from graphglue.bench.contenders import AGAIN, FLOOR, ONE_DEVICE, ONE_NUMPY
+from graphglue.bench.memory import FILL
+from graphglue.bench.results import Report, Row, Section, Target
+from graphglue.bench.steps import DEEP_BUCKET
+
+
+def targets_of(report: Report) -> list[Target]:
+    """Hold a GPU's rows against the targets; those whose section was not run are left open."""
+    return [
+        *_step_targets(report.section("floor") or Section("floor", "")),
+        *_fill_target(report.section("fill") or Section("fill", "")),
+        *_slot_targets(report.section("slots") or Section("slots", "")),
+        *_key_target(report.section("keys") or Section("keys", "")),
+        *_memory_targets(report.section("compositions") or Section("compositions", "")),
+    ]
+
+
+def _step_targets(section: Section) -> list[Target]:
+    floor = section.find(FLOOR, DEEP_BUCKET, padded=True)
+    again = section.find(AGAIN, DEEP_BUCKET, padded=True)
+    device = section.find(ONE_DEVICE, DEEP_BUCKET, padded=True)
+    host = section.find(ONE_NUMPY, DEEP_BUCKET, padded=True)
+    glue = section.find(contenders.GLUE_ALONE, DEEP_BUCKET, padded=True)
+    eager = section.find(contenders.EAGER_ALONE, DEEP_BUCKET, padded=True)
+    noise = _difference(again, floor)
+    more = _difference(device, floor)
+    p99 = None if device is None or floor is None else _minus(device.host_p99_us, floor.host_p99_us)
+    whole = None
+    if device is not None and floor is not None and glue is not None:
+        whole = _minus(_minus(device.device_us, floor.device_us), glue.device_us)
+    note = "" if noise is None else f" (noise {abs(noise):.2f} us)"
+    return [
+        _at_most("one launch, device sources, x the floor" + note, _times(device), 3.5, "x"),
+        _at_most("the same, us more than the floor", more, 10.0, "us"),
+        _at_most("one launch, numpy sources, x the floor", _times(host), 5.0, "x"),
+        *_arena_targets(section),
+        _at_most("p99 of one launch minus p99 of the floor", p99, 15.0, "us"),
+        _at_most("device time beyond forward + glue", whole, 3.0, "us"),
+        _at_most("host cost of the glued prep / the eager prep", _ratio(glue, eager), 1 / 50, ""),
+    ]
+
+
+def _arena_targets(section: Section) -> list[Target]:
+    found = []
+    for label in (baselines.ARENA_SLICES, baselines.ARENA_BLOCK):
+        ours, theirs = section.find(ONE_NUMPY, 256, padded=True), section.find(label, 256, padded=True)
+        found.append(_at_most(f"numpy sources, 255 on 256 / {label}", _ratio(ours, theirs), 1.0, ""))
+    return found
+
+
+def _fill_target(section: Section) -> list[Target]:
+    rate = section.find("the fill's rate / the copy's")
+    seen = None if rate is None else rate.values.get("rate_ratio")
+    text = "-" if seen is None else f"{seen:.2f}"
+    return [Target(FILL + ", rate / a plain copy's", "at least 0.80", text, None if seen is None else seen >= 0.8)]
+
+
+def _slot_targets(section: Section) -> list[Target]:
+    found = []
+    for kind in (ONE_DEVICE, ONE_NUMPY):
+        row = section.find(f"{scaling.PER_SLOT}: {kind}")
+        seen = None if row is None else row.values.get("us_per_slot")
+        found.append(_at_most(f"one more slot, {kind}", seen, 0.4, "us"))
+    return found
+
+
+def _key_target(section: Section) -> list[Target]:
+    one, every = section.find(scaling.ONE_KEY), section.find(scaling.ALL_KEYS)
+    seen = None
+    if one is not None and every is not None and one.host_p99_us and every.host_p99_us:
+        seen = every.host_p99_us / one.host_p99_us
+    return [_at_most("p99 of all keys in turn / one key", seen, 1.5, "")]
+
+
+def _memory_targets(section: Section) -> list[Target]:
+    largest = max((row for row in section.rows if "a_ratio" in row.values), key=_nodes, default=None)
+    a_ratio, b_ratio = (None if largest is None else largest.values[name] for name in ("a_ratio", "b_ratio"))
+    return [
+        _at_most("driver memory at 2,000 nodes, A / the forwards alone", a_ratio, 1.1, ""),
+        _at_most("driver memory at 2,000 nodes, B / the forwards alone", b_ratio, 2.1, ""),
+    ]
+
+
+def _nodes(row: Row) -> float:
+    return row.values["forward_nodes"]
+
+
+def _at_most(what: str, seen: float | None, limit: float, unit: str) -> Target:
+    digits = 3 if limit < 0.1 else 2
+    limit_text = f"at most {limit:.{digits}f} {unit}".strip()
+    if seen is None:
+        return Target(what, limit_text, "-", None)
+    return Target(what, limit_text, f"{seen:.{digits}f} {unit}".strip(), seen <= limit)
+
+
+def _times(row: Row | None) -> float | None:
+    return None if row is None else row.times_floor
+
+
+def _difference(row: Row | None, other: Row | None) -> float | None:
+    return None if row is None or other is None else _minus(row.host_us, other.host_us)
+
+
+def _ratio(row: Row | None, other: Row | None) -> float | None:
+    if row is None or other is None or row.host_us is None or not other.host_us:
+        return None
+    return row.host_us / other.host_us
+
+
+def _minus(left: float | None, right: float | None) -> float | None:
+    return None if left is None or right is None else left - right
