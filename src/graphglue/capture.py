@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,23 +200,29 @@ class Capture:
             self._may_glue(unit, key) and unit.cache.state(key) is not State.CAPTURED for unit in self._units
         ):
             self._forward.drop(key)  # its graph reads metadata that is about to move
-        device = self._arena.device
         for _ in range(self._warmups):
             self._arena.fill_capture(key.bucket)
-            views, forward_view = self._views.of(key)
-            begin = device.random_offset()
-            for unit, view in zip(self._units, views):
-                self._warm_prep(unit, key, view)
-            prepared = device.random_offset()
-            if self._forward is None or self._forward.state(key) is State.CAPTURED:
-                continue
-            if failed := [unit for unit in self._units if not unit.cache.has_result(key)]:
-                cause = failed[0].cache.cause(key)
-                self._forward.quarantine(key, f"prep {failed[0].name!r} gave it no metadata: {cause}")
-            else:
-                self._forward.warm(key, forward_view, self.metadata(key), keep=False)
-            if prepared != begin or device.random_offset() != prepared:
-                self._random[key] = "prep" if prepared != begin else "forward"
+            with self._watch_random(key, "prep"):
+                for unit, view in zip(self._units, self._views.of(key)[0]):
+                    self._warm_prep(unit, key, view)
+            if self._forward is not None and self._forward.state(key) is not State.CAPTURED:
+                with self._watch_random(key, "forward"):
+                    self._warm_forward(self._forward, key)
+
+    @contextmanager
+    def _watch_random(self, key: Key, part: str) -> Iterator[None]:
+        """Note that a part of a key draws random numbers: the generator moves when it runs for real."""
+        begin = self._arena.device.random_offset()
+        yield
+        if self._arena.device.random_offset() != begin:
+            self._random.setdefault(key, part)
+
+    def _warm_forward(self, forward: GlueGraphCache, key: Key) -> None:
+        if failed := [unit for unit in self._units if not unit.cache.has_result(key)]:
+            cause = failed[0].cache.cause(key)
+            forward.quarantine(key, f"prep {failed[0].name!r} gave it no metadata: {cause}")
+        else:
+            forward.warm(key, self._views.of(key)[1], self.metadata(key), keep=False)
 
     def _warm_prep(self, unit: Unit, key: Key, view: View) -> None:
         """Run a prep for real; one with effects runs on clones of the tables it changes."""

@@ -66,12 +66,18 @@ class Stepper:
             BindError: counts that contradict each other.
         """
         # Equal values of another type (13.0, "decode") are not checked by a lookup, so they are not looked up.
-        plain = type(batch.num_requests) is int and type(batch.mode) is Mode and batch.row_tokens is None
+        plain = (
+            type(batch.num_requests) is int
+            and type(batch.mode) is Mode
+            and (batch.num_tokens is None or type(batch.num_tokens) is int)
+            and batch.row_tokens is None
+            and (batch.num_requests or not batch.sources)
+        )
         counts = (batch.num_requests, batch.num_tokens, batch.mode, batch.variant, batch.features)
         lane = self._lanes.get(counts) if plain else None
         if lane is None:
             lane = self._new_lane(batch)
-            if plain and lane.fill is not None and type(batch.num_tokens) in (int, type(None)):
+            if plain and lane.fill is not None:
                 self._lanes.keep(counts, lane)
         return lane
 

@@ -344,6 +344,20 @@ def refuse_once(case: SimpleNamespace, data: st.DataObject) -> str:
     return f"refused {broken}"
 
 
+def refuse_bucket(case: SimpleNamespace, data: st.DataObject) -> str:
+    """Ask for a bucket that does not hold the batch, or that the slots do not have: it is refused."""
+    batch = data.draw(fitting_batches(case), label="batch")
+    requests, tokens, each = case.model.counts(batch)
+    largest = case.model.capacity
+    buckets = [gg.Bucket(largest[0] + 1, largest[1] + 1, each), gg.Bucket(largest[0], largest[1] + 1, each)]
+    if requests:
+        buckets += [gg.Bucket(requests - 1, tokens, each), gg.Bucket(requests, tokens - 1, each)]
+    bucket = data.draw(st.sampled_from(buckets), label="bucket")
+    with pytest.raises(gg.CapacityError):
+        case.arena.fill(batch, bucket)
+    return f"refused {batch} at {bucket}"
+
+
 def refill_own_view(case: SimpleNamespace, data: st.DataObject) -> str:
     """Hand in the slots' own views: nothing is copied, only tails are reset."""
     batch = data.draw(fitting_batches(case), label="batch")
@@ -537,7 +551,7 @@ BREAKS: tuple[Break, ...] = (
     uneven_tokens,
 )
 
-ACTIONS = (fill_once, fill_once, fill_once, refuse_once, refill_own_view, fill_values)
+ACTIONS = (fill_once, fill_once, fill_once, refuse_once, refuse_bucket, refill_own_view, fill_values)
 
 
 def check_fills(data: st.DataObject, actions: Sequence[Callable[..., str]] = ACTIONS) -> None:
@@ -555,7 +569,7 @@ def test_every_slot_equals_the_model_after_any_sequence_of_fills(data: st.DataOb
 
 @given(data=st.data())
 def test_a_refused_batch_changes_no_byte_of_any_slot(data: st.DataObject) -> None:
-    check_fills(data, [fill_once, refuse_once, refuse_once])
+    check_fills(data, [fill_once, refuse_once, refuse_once, refuse_bucket])
 
 
 @pytest.mark.parametrize("break_", BREAKS)

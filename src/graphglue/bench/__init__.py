@@ -16,6 +16,7 @@ import torch
 
 import graphglue as gg
 from graphglue.bench import compositions, memory, scaling, steps
+from graphglue.bench.peers import load_sglang
 from graphglue.bench.results import Report, Row, Section
 from graphglue.bench.sections import BUCKETS, Settings
 from graphglue.bench.targets import targets_of
@@ -60,6 +61,8 @@ def settings_of(
         raise ConfigError(f"--only names {unknown}; sections are {list(SECTIONS)}")
     if unknown := sorted(set(peers or {}) - {"sglang"}):
         raise ConfigError(f"--peer names {unknown}; known is sglang")
+    for folder in (peers or {}).values():
+        load_sglang(folder)
     if steps is not None and steps < 1:
         raise ConfigError(f"--steps {steps}: expected a positive number")
     if buckets and min(buckets) < 1:

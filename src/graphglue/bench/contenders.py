@@ -126,10 +126,14 @@ def of_runner(label: str, runner: gg.Runner, num_requests: int, sources: Sequenc
 
 
 class Runners:
-    """Build and capture one runner for each way to launch, over the same workload."""
+    """Build and capture one runner for each way to launch, over the same workload.
+
+    One for each kind of sources too: a runner remembers how the last step of a shape was bound, and
+    an engine's sources do not change their kind from step to step.
+    """
 
     def __init__(self, workload: Workload, ladder: Sequence[int]) -> None:
-        self.one = _captured(workload, ladder)
+        self.one, self.one_numpy, self.one_tensors = (_captured(workload, ladder) for _ in range(3))
         self.eager = _captured(workload, ladder, gg.RunnerConfig(glue={PREP: "off"}))
         self.separate_torch = _captured(workload, ladder, device=lambda device: OneByOne(device, torch_fill=True))
         self.separate_kernel = _captured(workload, ladder, device=lambda device: OneByOne(device, torch_fill=False))
@@ -142,13 +146,13 @@ class Runners:
             of_runner(SEPARATE_TORCH, self.separate_torch, n, sources.on_device),
             of_runner(SEPARATE_KERNEL, self.separate_kernel, n, sources.on_device),
             of_runner(ONE_DEVICE, self.one, n, sources.on_device),
-            of_runner(ONE_NUMPY, self.one, n, sources.numpy),
-            of_runner(ONE_TENSORS, self.one, n, sources.tensors),
+            of_runner(ONE_NUMPY, self.one_numpy, n, sources.numpy),
+            of_runner(ONE_TENSORS, self.one_tensors, n, sources.tensors),
         ]
 
     def close(self) -> None:
         """Close all runners."""
-        for runner in (self.one, self.eager, self.separate_torch, self.separate_kernel):
+        for runner in vars(self).values():
             runner.close()
 
 

@@ -62,7 +62,7 @@ def run_fill(settings: Settings, section: Section) -> None:
     times: dict[str, list[float]] = {label: [] for label in steps}
     for _ in range(5):  # in turn, as everywhere
         for label, step in steps.items():
-            times[label].append(settings.gauge.device_us(step, host_us=20.0, steps=100, repeats=5) or 0.0)
+            times[label].append(settings.gauge.device_us(step, host_us=50.0, steps=100, repeats=5) or 0.0)
     num_bytes = 2 * target.numel() * target.element_size()
     for label, taken in times.items():
         device_us = sorted(taken)[len(taken) // 2]

@@ -85,10 +85,11 @@ def _panel(axis: Any, title: str, rows: Sequence[Row], noise: float) -> None:
 
 
 def _label(figure: Any, axes: Sequence[Any], report: Report) -> None:
-    from matplotlib.ticker import FuncFormatter, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = axes[-1].get_xlim()
     axes[-1].set_xlim(min(low, 0.9), high * 2.2)  # room for the numbers behind the longest bar
+    axes[-1].xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes[-1].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} x"))
     axes[-1].xaxis.set_minor_formatter(NullFormatter())
     axes[-1].set_xlabel("host time of one step, in multiples of the bare forward replay (log scale; less is better)")

@@ -35,14 +35,12 @@ def run_slots(settings: Settings, section: Section) -> None:
         sources = None
         for count in SLOT_COUNTS:
             workload = Workload(settings.device, num_slots=count)
-            runner = stack.enter_context(workload.runner([_BUCKET]))
-            runner.capture(progress=False)
             drawn = Sources.draw(workload, _RAW, _BUCKET)
-            pair = [
-                of_runner(f"{kind}, {count} slots", runner, _RAW, values)
-                for kind, values in ((ONE_DEVICE, drawn.on_device), (ONE_NUMPY, drawn.numpy))
-            ]
-            contenders += proven(pair, drawn, settings.gauge)
+            for kind, values in ((ONE_DEVICE, drawn.on_device), (ONE_NUMPY, drawn.numpy)):
+                runner = stack.enter_context(workload.runner([_BUCKET]))
+                runner.capture(progress=False)
+                contender = of_runner(f"{kind}, {count} slots", runner, _RAW, values)
+                contenders += proven([contender], drawn, settings.gauge)
             if sources is None:
                 sources = drawn
                 recorded = stack.enter_context(closing(Recorded(workload, runner.view(_BUCKET))))

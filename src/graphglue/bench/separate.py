@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from graphglue.core.slots import Slot
-from graphglue.device.base import Device, Fill, Launch, SeparateLaunches
+from graphglue.device.base import Device, Fill, Launch, Reads, SeparateLaunches
 from graphglue.device.cpu import TorchFill
 from graphglue.graphs.base import Recording
 
@@ -32,9 +32,11 @@ class OneByOne:
             return TorchFill(targets, self._device)
         return self._device.bucket_fill(slots, targets, owned)
 
-    def compose(self, fill: Fill, preps: Sequence[Recording], forward: Recording | None, random: str | None) -> Launch:
+    def compose(
+        self, fill: Fill, preps: Sequence[Recording], forward: Recording | None, random: str | None, reads: Reads | None
+    ) -> Launch:
         """Launch one by one."""
-        return SeparateLaunches(fill, [*preps, *([forward] if forward else [])], "the benchmark asks for it")
+        return SeparateLaunches(self._device, fill, preps, forward, reads, "the benchmark asks for it")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._device, name)

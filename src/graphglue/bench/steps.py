@@ -96,13 +96,14 @@ def run_peers(settings: Settings, section: Section) -> None:
 def _beside_peer(settings: Settings, folder: Path, bucket: int, raw: int, mixed: bool) -> list[Row]:
     workload = Workload(settings.device, mixed=mixed)
     engine, sources = peers.load_sglang(folder), Sources.draw(workload, raw, bucket)
-    with workload.runner([bucket]) as runner:
-        runner.capture(progress=False)
-        with closing(Recorded(workload, runner.view(bucket))) as recorded:
+    with workload.runner([bucket]) as from_device, workload.runner([bucket]) as from_host:
+        for runner in (from_device, from_host):
+            runner.capture(progress=False)
+        with closing(Recorded(workload, from_device.view(bucket))) as recorded:
             contenders = [
                 Contender(FLOOR, recorded.floor()),
-                of_runner(ONE_DEVICE, runner, raw, sources.on_device),
-                of_runner(ONE_NUMPY, runner, raw, sources.numpy),
+                of_runner(ONE_DEVICE, from_device, raw, sources.on_device),
+                of_runner(ONE_NUMPY, from_host, raw, sources.numpy),
                 Contender(AGAIN, recorded.floor(), note="the noise row"),
                 *peers.contenders(engine, workload, sources),
             ]

@@ -54,8 +54,8 @@ class Workload:
         layers = self.size.num_layers if num_layers is None else num_layers
         scale = 0.1 * width**-0.5
         self.embedding = torch.randn(_VOCABULARY, width, generator=generator).to(device, dtype)
-        weight = torch.randn(width, width, generator=generator)
-        self.weights = [(weight.roll(layer, 0) * scale).to(device, dtype) for layer in range(layers)]
+        weight = (torch.randn(width, width, generator=generator) * scale).to(device, dtype)
+        self.weights = [weight.roll(layer, 0) for layer in range(layers)]
         table = torch.randint(0, 1 << 20, (_POOL_ROWS, _NUM_PAGES), generator=generator)
         self.tables = {"req_to_token": table.to(device)}
         names = [*PADS, *(f"extra_{number:02d}" for number in range(num_slots - len(PADS)))]

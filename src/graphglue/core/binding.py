@@ -17,11 +17,11 @@ import torch
 from graphglue.core.slots import Axis, Number, PadValue, Slot, kind_of, widens
 from graphglue.errors import BindError
 
-# numpy dtypes are matched by name; the ones torch lacks are refused.
+# The ones that torch lacks are refused.
 _TORCH_DTYPES = {
-    name: getattr(torch, name)
+    np.dtype(name): getattr(torch, name)
     for name in ("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
-    + ("float16", "float32", "float64", "bfloat16")
+    + ("float16", "float32", "float64")
 }
 
 
@@ -80,6 +80,8 @@ def _checked_tensor(slot: Slot, tensor: torch.Tensor, device: torch.device) -> t
         raise _fault(slot, f"a tensor on {tensor.device}", f"one on {device} or the CPU; move it first")
     if tensor.layout is not torch.strided:
         raise _fault(slot, f"a tensor of layout {tensor.layout}", "a strided one; call .to_dense()")
+    if tensor.is_neg():
+        raise _fault(slot, "a tensor with torch's negative bit", "plain values in memory; call .resolve_neg()")
     _check_dtype(slot, tensor.dtype)
     if not tensor.is_contiguous():
         seen = f"of strides {tensor.stride()} for shape {tuple(tensor.shape)}"
@@ -91,7 +93,7 @@ def _checked_tensor(slot: Slot, tensor: torch.Tensor, device: torch.device) -> t
 
 
 def _from_array(slot: Slot, array: np.ndarray) -> torch.Tensor:
-    dtype = _TORCH_DTYPES.get(array.dtype.name)
+    dtype = _TORCH_DTYPES.get(array.dtype)
     if dtype is None:
         raise _fault(slot, f"a numpy array of dtype {array.dtype}", f"{slot.dtype} or a dtype that widens to it")
     _check_dtype(slot, dtype)
@@ -129,7 +131,7 @@ def _single(slot: Slot, number: Any, raw: int) -> Number:
     if torch.Size(shape).numel() != 1:
         raise _fault(slot, f"the number {number!r}", f"values of extent {shape}; a number fits one element only")
     if isinstance(number, np.generic):
-        _check_dtype(slot, _TORCH_DTYPES.get(number.dtype.name, torch.complex64))
+        _check_dtype(slot, _TORCH_DTYPES.get(number.dtype, torch.complex64))
         number = number.item()
     kind = "bool" if isinstance(number, bool) else "integer" if isinstance(number, numbers.Integral) else "float"
     if kind != kind_of(slot.dtype):

@@ -64,4 +64,4 @@ def _guards(tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def _look(tensor: torch.Tensor) -> tuple[object, ...]:
-    return type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+    return type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.is_neg()

@@ -18,47 +18,58 @@ from graphglue.device.streams import InFlight, StepOrder
 
 
 class HostSource:
-    """Know one host source that was bound: what to compare, and where in the parameters it goes."""
+    """Know one host source that was bound: what to compare, and where in the parameters it goes.
 
-    __slots__ = ("as_array", "dtype", "name", "place", "shape", "strides")
+    Raises:
+        ValueError: numpy can not copy such a source there as it is.
+    """
+
+    __slots__ = ("dtype", "kind", "name", "place", "shape", "strides")
 
     def __init__(self, name: str, source: Any, place: np.ndarray) -> None:
-        self.name = name
-        self.as_array = isinstance(source, torch.Tensor)
-        array = source.numpy() if self.as_array else source
+        self.name, self.kind = name, type(source)
+        array = self._array(source)
+        if array is None or (self.kind in (list, tuple) and array.dtype != place.dtype):
+            raise ValueError  # numbers of a list need a range check where the slot is narrower
         self.dtype, self.shape, self.strides = array.dtype, array.shape, array.strides
         self.place = place.reshape(array.shape)
 
     def take(self, sources: Mapping[str, Any]) -> bool:
         """Copy the source into the parameters, if it is like the one that was bound."""
-        array = sources.get(self.name)
-        if self.as_array:
-            if type(array) is not torch.Tensor or not array.is_cpu or array.requires_grad:
-                return False
-            array = array.numpy()
-        elif type(array) is not np.ndarray:
-            return False
-        if array.shape != self.shape or array.strides != self.strides or array.dtype != self.dtype:
+        source = sources.get(self.name)
+        array = self._array(source) if type(source) is self.kind else None
+        if array is None or array.shape != self.shape or array.strides != self.strides or array.dtype != self.dtype:
             return False
         self.place[...] = array
         return True
+
+    def _array(self, source: Any) -> np.ndarray | None:
+        if self.kind is np.ndarray:
+            return source
+        try:
+            if self.kind is torch.Tensor:
+                return source.numpy() if source.is_cpu else None
+            return np.asarray(source) if self.kind in (list, tuple) else None
+        except (ValueError, TypeError, RuntimeError, OverflowError):  # bfloat16, sparse, uneven rows: bind knows
+            return None
 
 
 class Known:
     """How a step was bound: what to compare of its sources, and all of its packing but their addresses."""
 
-    __slots__ = ("holds", "host", "num_sources", "packed", "params", "pick", "positions", "shapes")
+    __slots__ = ("holds", "host", "num_sources", "packed", "params", "pick", "places", "shapes")
 
     def __init__(self, num_sources: int, packed: list[int], shapes: bytes, params: Any) -> None:
         self.num_sources, self.packed, self.shapes, self.params = num_sources, packed, shapes, params
         self.host: list[HostSource] = []
-        self.positions: list[int] = []
+        self.places: list[tuple[int, int]] = []  # position among the slots, size in bytes
         self.holds = Likeness([]).holds
         self.pick = _picker([])
 
     def expect(self, names: Sequence[str], tensors: Sequence[torch.Tensor], positions: list[int]) -> None:
         """Expect these device sources."""
-        self.holds, self.pick, self.positions = Likeness(tensors).holds, _picker(names), positions
+        self.holds, self.pick = Likeness(tensors).holds, _picker(names)
+        self.places = [(position, tensor.nbytes) for position, tensor in zip(positions, tensors)]
 
 
 class KernelFill:
@@ -128,30 +139,30 @@ class KernelFill:
                 names.append(write.slot.name)
                 tensors.append(source)
                 positions.append(position)
-            elif (place := self._host_place(position, write, source)) is not None:
-                known.host.append(HostSource(write.slot.name, source, place))
             else:
-                return None
+                host = self._host_source(position, write, source)
+                if host is None:
+                    return None
+                known.host.append(host)
         known.expect(names, tensors, positions)
         return known
 
     def load_known(self, known: Known, sources: Mapping[str, Any]) -> bool:
         """Take in a step like a remembered one: compare, read the addresses, pack."""
-        if len(sources) != known.num_sources:
+        try:
+            tensors = known.pick(sources)
+            if len(sources) != known.num_sources:
+                return False
+        except (KeyError, TypeError):  # other slots than before, or no mapping at all
             return False
         packed = known.packed
-        tensors: tuple[torch.Tensor, ...] = ()
-        if known.positions:
-            try:
-                tensors = known.pick(sources)
-            except KeyError:
-                return False
+        if tensors:
             if not known.holds(*tensors):
                 return False
             low, high = self._low, self._high
-            for position, tensor in zip(known.positions, tensors):
+            for (position, size), tensor in zip(known.places, tensors):
                 address = tensor.data_ptr()
-                if low <= address < high and self._in_a_slot(address):
+                if address < high and low < address + size and self._in_a_slot(address, size):
                     return False  # bind says whether that is right
                 packed[position] = address
         for host in known.host:
@@ -171,18 +182,21 @@ class KernelFill:
         self._in_flight.hold((self._blocks, self._sources), self.order.current)
         self._blocks, self._sources = (), ()
 
-    def _in_a_slot(self, address: int) -> bool:
-        return any(start <= address < end for start, end in self._owned)
+    def _in_a_slot(self, address: int, size: int) -> bool:
+        return any(address < end and start < address + size for start, end in self._owned)
 
     def _choose_struct(self, inline_end: int) -> None:
         self.params = self._small if inline_end <= self._small_payload else self._large
 
-    def _host_place(self, position: int, write: Write, source: Any) -> np.ndarray | None:
-        """Give the place in the parameters of a host source that numpy can copy there as it is."""
-        plain = isinstance(source, np.ndarray) or (type(source) is torch.Tensor and not source.requires_grad)
-        if not plain or not isinstance(write.source, torch.Tensor) or not widens(write.source.dtype, write.slot.dtype):
+    def _host_source(self, position: int, write: Write, source: Any) -> HostSource | None:
+        """Know a host source that numpy can copy into the parameters as it is."""
+        if not isinstance(write.source, torch.Tensor) or not widens(write.source.dtype, write.slot.dtype):
             return None
-        return self._fill.host_place(position, write.source.numel())
+        place = self._fill.host_place(position, write.source.numel())
+        try:
+            return None if place is None else HostSource(write.slot.name, source, place)
+        except ValueError:
+            return None
 
     def _stage(self, source: torch.Tensor, dtype: torch.dtype) -> int:
         """Copy a host source that is too large for the parameters into pinned memory; give its address."""

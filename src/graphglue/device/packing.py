@@ -176,7 +176,7 @@ class FillParams:
 def _copy_host(place: np.ndarray, source: torch.Tensor, dtype: torch.dtype) -> None:
     """Copy a host source into the payload, in the slot's dtype; numpy has no bfloat16, so those go as bits."""
     source = source.detach().reshape(-1)
-    if dtype in _NUMPY and source.dtype in _NUMPY:
+    if dtype in _NUMPY and (source.dtype == dtype or not dtype.is_floating_point):
         np.copyto(place, source.numpy(), casting="unsafe")
     else:
         bits = source.to(dtype).view(_BIT_TYPES[dtype.itemsize]).numpy()

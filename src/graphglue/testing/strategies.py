@@ -164,7 +164,7 @@ def slots(
         inner=inner,
         row_dim=row_dim,
         missing=draw(st.sampled_from(["error", "pad"])),
-        capture=draw(st.none() | number | (rows if axis is not Axis.FIXED else number)),
+        capture=draw(st.none() | number | rows),
         idle=draw(st.none() | number),
         index_of=table,
         accepts=draw(st.lists(st.sampled_from(wider), max_size=1).map(tuple)) if wider else (),

@@ -16,7 +16,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -327,53 +327,3 @@ class HostKernel:
         struct_bytes = ctypes.string_at(address, self.struct_sizes[-1])
         run = self.run or build_for_cpu(num_slots, payload_bytes)
         run(struct_bytes, num_slots, params.num_blocks)
-
-
-# Memory and its bits, on any device.
-
-
-def bytes_under(tensor: torch.Tensor) -> torch.Tensor:
-    """Show all of the memory that a tensor lies in, guard bytes and gaps included, as bytes."""
-    with torch.inference_mode(False):
-        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-
-
-class Memory:
-    """Save, restore and compare all of the memory that some tensors lie in."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._tensors = [tensor for tensor in tensors if tensor.numel()]
-        self.parts = list({tensor.untyped_storage().data_ptr(): bytes_under(tensor) for tensor in self._tensors}.values())
-
-    def scramble(self, seed: int) -> None:
-        """Overwrite everything with garbage; a bool stays 0 or 1, because torch's copies make it so."""
-        rng = np.random.default_rng(seed)
-        for part in self.parts:
-            part.copy_(torch.from_numpy(rng.integers(0, 256, part.numel(), dtype=np.uint8)))
-        for tensor in self._tensors:
-            if tensor.dtype == torch.bool:
-                tensor.copy_(torch.from_numpy(rng.integers(0, 2, tuple(tensor.shape)).astype(np.bool_)))
-
-    def save(self) -> list[torch.Tensor]:
-        """Copy the contents."""
-        return [part.clone() for part in self.parts]
-
-    def restore(self, saved: Sequence[torch.Tensor]) -> None:
-        """Put contents back."""
-        for part, contents in zip(self.parts, saved):
-            part.copy_(contents)
-
-
-def assert_same_memory(seen: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], after: str) -> None:
-    """Compare saved memory byte for byte."""
-    assert len(seen) == len(expected)
-    for part, (one, other) in enumerate(zip(seen, expected)):
-        wrong = (one != other).nonzero().flatten().tolist()
-        assert not wrong, f"after {after}: memory {part} differs at bytes {wrong[:16]}, {len(wrong)} in all"
-
-
-def settle_nans(targets: Iterable[torch.Tensor]) -> None:
-    """Make every NaN the same one: torch's own kernels give converted NaNs different payloads."""
-    for target in targets:
-        if target.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            target.masked_fill_(target.isnan(), math.nan)

@@ -23,24 +23,30 @@ from graphglue.core.batch import extents_of
 from graphglue.core.binding import Write
 from graphglue.core.slots import widens
 from graphglue.device import kernel, packing
-from graphglue.device.fill import fill_slots
 from graphglue.device.kernel_fill import KernelFill
 from graphglue.device.packing import FillParams, SlotLayout
 from graphglue.testing import strategies as ggst
 from tests.unit.device import kernel_model
-from tests.unit.device.kernel_model import (
-    HostKernel,
+from tests.unit.device.fill_steps import (
+    CHANGES,
+    FAST_SLOTS,
+    Lane,
     Memory,
-    OnDevice,
-    PinnedPool,
+    Place,
     assert_same_memory,
-    interpret,
-    on_device,
-    read_params,
+    changed,
+    fill_reference,
+    kinds_at,
+    own_views,
     settle_nans,
+    sources_of,
+    step_and_compare,
 )
+from tests.unit.device.kernel_model import HostKernel, OnDevice, PinnedPool, interpret, on_device, read_params
 
 DTYPES = (*ggst.DTYPES, torch.uint16, torch.uint32)
+PLACE = Place(on_device, lambda tensor: tensor.as_subclass(OnDevice))
+KINDS = kinds_at(PLACE)
 
 
 class Staging:
@@ -52,11 +58,6 @@ class Staging:
     def __call__(self, source: torch.Tensor, dtype: torch.dtype) -> int:
         self.blocks.append(source.detach().reshape(-1).to(dtype).clone())
         return self.blocks[-1].data_ptr()
-
-
-def fill_reference(writes: Sequence[Write], targets: dict[str, torch.Tensor]) -> None:
-    with torch.no_grad():
-        fill_slots(writes, targets)
 
 
 def run_interpreter(params: FillParams) -> None:
@@ -84,16 +85,6 @@ def fill_and_compare(
 
 def _converts(write: Write) -> bool:
     return isinstance(write.source, torch.Tensor) and write.source.dtype != write.slot.dtype
-
-
-def own_views(arena: gg.Arena, raw: gg.Bucket, bucket: gg.Bucket) -> dict[str, torch.Tensor]:
-    """Give every slot's own rows."""
-    views = {}
-    for slot in arena.slots.values():
-        target = arena.targets(bucket)[slot.name]
-        fixed = slot.axis == "fixed"
-        views[slot.name] = target if fixed else target.narrow(slot.row_dim, 0, slot.rows(*raw[:2], arena.num_ranks))
-    return views
 
 
 @st.composite
@@ -486,117 +477,28 @@ def test_bits_of_a_number_are_those_that_torch_writes(dtype: torch.dtype) -> Non
 # KernelFill, whole, over the interpreter: choosing the struct, and the fast path for a known step.
 
 
-class Lane:
-    """Take steps in as the runner does: one that is like the last one is not bound again."""
-
-    def __init__(self, arena: gg.Arena, fill: KernelFill, raw: gg.Bucket, bucket: gg.Bucket) -> None:
-        self.arena, self.fill, self.raw, self.bucket = arena, fill, raw, bucket
-        self.known: Any = None
-
-    def take(self, sources: Any) -> bool:
-        """Take a step in; tell whether it went the fast way."""
-        if self.known is not None and self.fill.load_known(self.known, sources):
-            return True
-        writes = self.arena.bind(sources, self.raw, self.bucket)
-        self.fill.load(writes)
-        self.known = self.fill.remember(writes, sources)
-        return False
-
-
-def host_lane(
-    simulated: HostKernel, slots: list[gg.Slot], raw: int, size: int, num_ranks: int = 1
-) -> tuple[Lane, dict[str, torch.Tensor]]:
-    arena = gg.Arena(slots, [size], num_ranks=num_ranks)
+def host_lane(simulated: HostKernel, slots: Sequence[gg.Slot], raw: int, size: int) -> Lane:
+    arena = gg.Arena(slots, [size])
     bucket = arena.space.bucket(size)
-    targets = arena.targets(bucket)
-    fill = simulated.fill(arena.slots, targets, arena._owned)
-    return Lane(arena, fill, gg.Bucket(raw, raw, 1 if raw else 0), bucket), targets
-
-
-def overwrite(source: Any) -> None:
-    """Do what a caller may do as soon as the call has returned: reuse the buffer of a host source."""
-    if isinstance(source, np.ndarray) and source.flags.writeable:
-        source.fill(99 if source.dtype != bool else 1)
-    elif isinstance(source, torch.Tensor) and not isinstance(source, OnDevice) and not source.requires_grad:
-        source.fill_(1)
-
-
-def step_and_compare(lane: Lane, targets: dict[str, torch.Tensor], sources: dict[str, Any]) -> bool | None:
-    """Take a step in and run it: refused where binding refuses it, else right. None where it was refused."""
-    memory = Memory(targets.values())
-    before = memory.save()
-    try:
-        writes = lane.arena.bind(sources, lane.raw, lane.bucket)
-    except gg.BindError:
-        with pytest.raises(gg.BindError):
-            lane.take(sources)
-        assert_same_memory(memory.save(), before, f"the refused {sources}")
-        return None
-    fill_reference(writes, targets)
-    converted = [targets[name] for name, source in sources.items() if _differs(source, targets[name])]
-    settle_nans(converted)
-    expected = memory.save()
-    memory.restore(before)
-    fast = lane.take(sources)
-    owned = {part.data_ptr() for part in memory.parts}
-    for source in sources.values():
-        if not isinstance(source, torch.Tensor) or source.untyped_storage().data_ptr() not in owned:
-            overwrite(source)
-    lane.fill.run()
-    settle_nans(converted)
-    assert_same_memory(memory.save(), expected, f"{'fast' if fast else 'slow'} {sources}")
-    return fast
-
-
-def _differs(source: Any, target: torch.Tensor) -> bool:
-    return str(getattr(source, "dtype", "")).removeprefix("torch.") != str(target.dtype).removeprefix("torch.")
-
-
-FAST_SLOTS = [
-    gg.Slot("ids", "request", torch.int64, 1),
-    gg.Slot("loc", "request", torch.int32, -1, inner=(3,)),
-    gg.Slot("hidden", "request", torch.float32, 0.5, inner=(2,), row_dim=1),
-    gg.Slot("start", "offset", torch.int32, gg.REPEAT_LAST),
-    gg.Slot("maybe", "request", torch.int16, 4, missing="pad"),
-    gg.Slot("n", "fixed", torch.int32, 0, inner=(1,), value=gg.RAW_REQUESTS),
-]
-
-
-def sources_of(raw: int, start: int, make: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
-    """Give one step's sources, all of one kind."""
-    return {
-        "ids": make(torch.arange(start, start + raw)),
-        "loc": make(torch.arange(start, start + 3 * raw, dtype=torch.int32).view(raw, 3)),
-        "hidden": make(torch.arange(start, start + 2 * raw).view(2, raw) / 4),
-        "start": make(torch.arange(start, start + raw + 1, dtype=torch.int32)),
-        "maybe": make(torch.arange(start, start + raw, dtype=torch.int16)),
-    }
-
-
-KINDS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "device": on_device,
-    "device at an offset": lambda tensor: on_device(tensor, 1),
-    "array": lambda tensor: tensor.clone().numpy(),
-    "host": torch.clone,
-    "list": torch.Tensor.tolist,
-}
+    fill = simulated.fill(arena.slots, arena.targets(bucket), arena._owned)
+    return Lane(arena, fill, gg.Bucket(raw, raw, 1 if raw else 0), bucket, PLACE)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_like_the_last_goes_the_fast_way_and_is_right(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    lane, targets = host_lane(HostKernel(monkeypatch), FAST_SLOTS, 3, 4)
-    went = [step_and_compare(lane, targets, sources_of(3, start, KINDS[kind])) for start in (0, 40, 7)]
+    lane = host_lane(HostKernel(monkeypatch), FAST_SLOTS, 3, 4)
+    went = [step_and_compare(lane, sources_of(3, start, KINDS[kind])) for start in (0, 40, 7)]
     assert went == [False, kind != "list", kind != "list"]
 
 
 def test_a_missing_slot_and_mixed_kinds_go_the_fast_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    lane, targets = host_lane(HostKernel(monkeypatch), FAST_SLOTS, 3, 4)
+    lane = host_lane(HostKernel(monkeypatch), FAST_SLOTS, 3, 4)
     for start in (0, 9, 30):
         sources = {**sources_of(3, start, on_device), "ids": np.arange(start, start + 3)}
         del sources["maybe"]
-        assert step_and_compare(lane, targets, sources) is (start > 0)
-    lane, targets = host_lane(HostKernel(monkeypatch), FAST_SLOTS, 0, 4)
-    assert [step_and_compare(lane, targets, {}) for _ in range(3)] == [False, True, True]
+        assert step_and_compare(lane, sources) is (start > 0)
+    lane = host_lane(HostKernel(monkeypatch), FAST_SLOTS, 0, 4)
+    assert [step_and_compare(lane, {}) for _ in range(3)] == [False, True, True]
 
 
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
@@ -605,9 +507,9 @@ def test_narrow_floats_that_numpy_lacks_are_taken_step_after_step(
     monkeypatch: pytest.MonkeyPatch, source: torch.dtype, make: Any
 ) -> None:
     slot = gg.Slot("x", "request", torch.float32, 0.5)
-    lane, targets = host_lane(HostKernel(monkeypatch), [slot], 3, 4)
+    lane = host_lane(HostKernel(monkeypatch), [slot], 3, 4)
     for start in (1.0, 4.0, 2.0):
-        step_and_compare(lane, targets, {"x": make(torch.tensor([start, -start, 0.5]).to(source))})
+        step_and_compare(lane, {"x": make(torch.tensor([start, -start, 0.5]).to(source))})
 
 
 @pytest.mark.parametrize("first", ["array", "host"])
@@ -616,19 +518,19 @@ def test_a_host_source_of_another_float_dtype_than_the_last_is_taken(
     monkeypatch: pytest.MonkeyPatch, first: str, dtype: torch.dtype
 ) -> None:
     slot = gg.Slot("x", "request", torch.float32, 0.5, accepts=(torch.float64,))
-    lane, targets = host_lane(HostKernel(monkeypatch), [slot], 3, 4)
+    lane = host_lane(HostKernel(monkeypatch), [slot], 3, 4)
     numbers = torch.tensor([1.0, -2.0, 0.25])
-    assert step_and_compare(lane, targets, {"x": KINDS[first](numbers)}) is False
-    assert step_and_compare(lane, targets, {"x": (numbers * 2).to(dtype)}) is False
-    assert step_and_compare(lane, targets, {"x": KINDS[first](numbers)}) is not None
+    assert step_and_compare(lane, {"x": KINDS[first](numbers)}) is False
+    assert step_and_compare(lane, {"x": (numbers * 2).to(dtype)}) is False
+    assert step_and_compare(lane, {"x": KINDS[first](numbers)}) is not None
 
 
 @pytest.mark.parametrize("given", [None, [1, 2], 5])
 def test_sources_that_are_no_mapping_are_refused_after_a_known_step_too(
     monkeypatch: pytest.MonkeyPatch, given: Any
 ) -> None:
-    lane, targets = host_lane(HostKernel(monkeypatch), FAST_SLOTS, 3, 4)
-    step_and_compare(lane, targets, sources_of(3, 0, torch.clone))
+    lane = host_lane(HostKernel(monkeypatch), FAST_SLOTS, 3, 4)
+    step_and_compare(lane, sources_of(3, 0, torch.clone))
     with pytest.raises(gg.BindError, match="sources is a"):
         lane.take(given)
 
@@ -639,91 +541,11 @@ def test_a_source_that_reaches_into_an_adopted_slot_is_refused_after_a_known_ste
     """It starts before the slot's memory, and its last rows are rows that the same fill writes."""
     buffer = torch.arange(16, dtype=torch.int64)
     slot = gg.Slot("x", "request", torch.int64, 0, storage=buffer[8:])
-    lane, targets = host_lane(HostKernel(monkeypatch), [slot], 4, 8)
+    lane = host_lane(HostKernel(monkeypatch), [slot], 4, 8)
     outside, reaching = buffer[:4].as_subclass(OnDevice), buffer[6:10].as_subclass(OnDevice)
-    assert step_and_compare(lane, targets, {"x": outside}) is False
-    assert step_and_compare(lane, targets, {"x": outside}) is True
-    assert step_and_compare(lane, targets, {"x": reaching}) is None
-
-
-# What a caller may hand in next, in the place of the last step's source; each gives None where it does not apply.
-
-Change = Callable[[Any, str, Lane], Any]
-
-
-def _tensor(source: Any) -> torch.Tensor:
-    if isinstance(source, torch.Tensor):
-        return source.detach().as_subclass(torch.Tensor)
-    return torch.from_numpy(np.array(source))
-
-
-CHANGES: dict[str, Change] = {
-    "the same": lambda source, name, lane: source,
-    "another address": lambda source, name, lane: on_device(_tensor(source), 2),
-    "on the host": lambda source, name, lane: _tensor(source).clone(),
-    "an array": lambda source, name, lane: _tensor(source).clone().numpy(),
-    "a list": lambda source, name, lane: _tensor(source).tolist(),
-    "a narrower dtype": lambda source, name, lane: on_device(_tensor(source).to(_NARROW[_tensor(source).dtype])),
-    "a narrower host dtype": lambda source, name, lane: _tensor(source).to(_NARROW[_tensor(source).dtype]),
-    "a wider dtype": lambda source, name, lane: on_device(_tensor(source).to(_WIDE[_tensor(source).dtype])),
-    "one row more": lambda source, name, lane: on_device(torch.cat([_tensor(source), _tensor(source)[:1]])),
-    "one row less": lambda source, name, lane: on_device(_tensor(source)[:-1]),
-    "one host row more": lambda source, name, lane: torch.cat([_tensor(source), _tensor(source)[:1]]).numpy(),
-    "one dimension more": lambda source, name, lane: on_device(_tensor(source)[None]),
-    "flat": lambda source, name, lane: on_device(_tensor(source).reshape(-1)),
-    "other extents": lambda source, name, lane: on_device(_tensor(source).reshape(_tensor(source).shape[::-1])),
-    "strided": lambda source, name, lane: torch.stack([_tensor(source)] * 2, -1)[..., 0].as_subclass(OnDevice),
-    "strided on the host": lambda source, name, lane: torch.stack([_tensor(source)] * 2, -1).numpy()[..., 0],
-    "reversed": lambda source, name, lane: _tensor(source).numpy()[::-1],
-    "big-endian": lambda source, name, lane: _tensor(source).numpy().astype(_tensor(source).numpy().dtype.newbyteorder()),
-    "read-only": lambda source, name, lane: _read_only(_tensor(source).clone().numpy()),
-    "a subclass of array": lambda source, name, lane: _tensor(source).clone().numpy().view(np.ma.MaskedArray),
-    "a parameter": lambda source, name, lane: torch.nn.Parameter(_tensor(source).clone(), requires_grad=False),
-    "requires grad": lambda source, name, lane: _tensor(source).clone().requires_grad_(),
-    "negative view": lambda source, name, lane: torch._neg_view(_tensor(source).clone()),
-    "its own view": lambda source, name, lane: _own(lane, name),
-    "another slot's view": lambda source, name, lane: _own(lane, _OTHER[name]),
-    "its own view, one element on": lambda source, name, lane: _shifted(lane.arena.targets(lane.bucket)[name], source),
-    "None": lambda source, name, lane: None,
-    "left out": lambda source, name, lane: ...,
-    "a number": lambda source, name, lane: 3,
-    "another kind": lambda source, name, lane: on_device(_tensor(source) != 0),
-    "sparse": lambda source, name, lane: _tensor(source).to_sparse(),
-}  # fmt: skip
-_NARROW = {
-    torch.int64: torch.int32, torch.int32: torch.int16, torch.int16: torch.int8, torch.int8: torch.uint8,
-    torch.float32: torch.bfloat16, torch.bfloat16: torch.float16, torch.float64: torch.float32,
-    torch.float16: torch.float8_e5m2, torch.bool: torch.bool, torch.uint8: torch.uint8,
-}  # fmt: skip
-_WIDE = {
-    torch.int64: torch.int64, torch.int32: torch.int64, torch.int16: torch.int32, torch.int8: torch.int16,
-    torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32,
-    torch.float64: torch.float64, torch.bool: torch.uint8, torch.uint8: torch.int16,
-}  # fmt: skip
-_OTHER = {"ids": "loc", "loc": "ids", "hidden": "ids", "start": "loc", "maybe": "start"}
-
-
-def _read_only(array: np.ndarray) -> np.ndarray:
-    array.flags.writeable = False
-    return array
-
-
-def _shifted(target: torch.Tensor, source: Any) -> torch.Tensor:
-    shape = tuple(_tensor(source).shape)
-    return target.reshape(-1)[1 : 1 + math.prod(shape)].view(shape).as_subclass(OnDevice)
-
-
-def _own(lane: Lane, name: str) -> torch.Tensor:
-    return own_views(lane.arena, lane.raw, lane.bucket)[name].as_subclass(OnDevice)
-
-
-def changed(sources: dict[str, Any], name: str, change: str, lane: Lane) -> dict[str, Any]:
-    """Change one source of a step; where it can not be changed so, leave it."""
-    try:
-        made = CHANGES[change](sources[name], name, lane)
-    except (RuntimeError, TypeError, KeyError):
-        return sources
-    return {**{other: source for other, source in sources.items() if other != name}, **({} if made is ... else {name: made})}
+    assert step_and_compare(lane, {"x": outside}) is False
+    assert step_and_compare(lane, {"x": outside}) is True
+    assert step_and_compare(lane, {"x": reaching}) is None
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -732,11 +554,11 @@ def test_a_source_that_changed_since_the_last_step_is_refused_or_right(
     monkeypatch: pytest.MonkeyPatch, kind: str, change: str
 ) -> None:
     for name in ("ids", "loc", "hidden", "start", "maybe"):
-        lane, targets = host_lane(HostKernel(monkeypatch), FAST_SLOTS, 3, 4)
-        Memory(targets.values()).scramble(3)
-        step_and_compare(lane, targets, sources_of(3, 0, KINDS[kind]))
-        step_and_compare(lane, targets, changed(sources_of(3, 10, KINDS[kind]), name, change, lane))
-        step_and_compare(lane, targets, sources_of(3, 20, KINDS[kind]))
+        lane = host_lane(HostKernel(monkeypatch), FAST_SLOTS, 3, 4)
+        Memory(lane.targets.values()).scramble(3)
+        step_and_compare(lane, sources_of(3, 0, KINDS[kind]))
+        step_and_compare(lane, changed(sources_of(3, 10, KINDS[kind]), name, change, lane, 10))
+        step_and_compare(lane, sources_of(3, 20, KINDS[kind]))
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
@@ -744,59 +566,63 @@ def test_a_source_that_changed_since_the_last_step_is_refused_or_right(
 def test_any_sequence_of_steps_is_refused_or_right(monkeypatch: pytest.MonkeyPatch, data: st.DataObject) -> None:
     limit = data.draw(st.sampled_from([32764, 4096, 6 * 64 + 16, 6 * 64 + 48]), label="struct bytes")
     raw = data.draw(st.integers(1, 4), label="raw")
-    lane, targets = host_lane(HostKernel(monkeypatch, limit=limit), FAST_SLOTS, raw, 4)
-    Memory(targets.values()).scramble(data.draw(st.integers(0, 99), label="seed"))
+    lane = host_lane(HostKernel(monkeypatch, limit=limit), FAST_SLOTS, raw, 4)
+    Memory(lane.targets.values()).scramble(data.draw(st.integers(0, 99), label="seed"))
     kinds = {name: data.draw(st.sampled_from(sorted(KINDS)), label=name) for name in sources_of(1, 0, torch.clone)}
     for start in data.draw(st.lists(st.integers(0, 50), min_size=2, max_size=5), label="starts"):
         sources = {name: sources_of(raw, start, KINDS[kind])[name] for name, kind in kinds.items()}
         if data.draw(st.booleans(), label="change"):
             name = data.draw(st.sampled_from(sorted(sources)), label="slot")
-            sources = changed(sources, name, data.draw(st.sampled_from(sorted(CHANGES)), label="change"), lane)
-        step_and_compare(lane, targets, sources)
+            change = data.draw(st.sampled_from(sorted(CHANGES)), label="change")
+            sources = changed(sources, name, change, lane, start)
+        step_and_compare(lane, sources)
 
 
 def test_the_smaller_struct_is_launched_where_it_suffices(monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = HostKernel(monkeypatch)
     slot = gg.Slot("x", "request", torch.int8, 0)
-    lane, targets = host_lane(simulated, [slot], 9000, 9000)
+    lane = host_lane(simulated, [slot], 9000, 9000)
     large = 64 + 9008
     for raw, struct_bytes in ((9000, large), (4032, 4096), (4033, large), (10, 4096), (0, 4096)):
         lane.raw, lane.known = gg.Bucket(raw, raw, 1 if raw else 0), None
         for turn in range(3):  # the first is bound, the others are known
             sources = {"x": torch.full((raw,), turn, dtype=torch.int8).numpy()} if raw else {}
-            assert step_and_compare(lane, targets, sources) is (turn > 0)
+            assert step_and_compare(lane, sources) is (turn > 0)
             assert simulated.struct_sizes[-1] == struct_bytes
 
 
 def test_what_the_payload_does_not_hold_is_staged_and_held_until_it_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    slots = [gg.Slot("small", "request", torch.int64, 0), gg.Slot("wide", "request", torch.bfloat16, 2.0, inner=(7168,))]
-    lane, targets = host_lane(HostKernel(monkeypatch), slots, 3, 4)
+    slots = [
+        gg.Slot("small", "request", torch.int64, 0),
+        gg.Slot("wide", "request", torch.bfloat16, 2.0, inner=(7168,)),
+    ]
+    lane = host_lane(HostKernel(monkeypatch), slots, 3, 4)
     pool = lane.fill._in_flight
     assert isinstance(pool, PinnedPool)
     for turn in range(3):
         wide = torch.full((3, 7168), turn + 0.5, dtype=torch.float32).bfloat16()
         sources = {"small": np.arange(3), "wide": wide}
-        assert step_and_compare(lane, targets, sources) is False  # staged sources are bound at every step
+        assert step_and_compare(lane, sources) is False  # staged sources are bound at every step
         blocks, held = pool.held[-1]
         assert [block.numel() for block in blocks] == [3 * 7168 * 2]
         assert any(source is wide for source in held)
 
 
 def test_device_sources_are_held_until_they_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    lane, targets = host_lane(HostKernel(monkeypatch), FAST_SLOTS, 3, 4)
+    lane = host_lane(HostKernel(monkeypatch), FAST_SLOTS, 3, 4)
     for start in range(3):
         sources = sources_of(3, start, on_device)
-        step_and_compare(lane, targets, sources)
+        step_and_compare(lane, sources)
         _, held = lane.fill._in_flight.held[-1]
         assert all(any(one is source for one in held) for source in sources.values())
 
 
 def test_a_refused_step_changes_nothing_that_the_next_one_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    lane, targets = host_lane(HostKernel(monkeypatch), FAST_SLOTS, 3, 4)
-    step_and_compare(lane, targets, sources_of(3, 0, KINDS["array"]))
+    lane = host_lane(HostKernel(monkeypatch), FAST_SLOTS, 3, 4)
+    step_and_compare(lane, sources_of(3, 0, KINDS["array"]))
     bad = {**sources_of(3, 50, KINDS["array"]), "maybe": np.zeros(4, np.int16)}  # the others were copied before it
-    assert step_and_compare(lane, targets, bad) is None
-    assert step_and_compare(lane, targets, sources_of(3, 9, KINDS["array"])) is not None
+    assert step_and_compare(lane, bad) is None
+    assert step_and_compare(lane, sources_of(3, 9, KINDS["array"])) is not None
 
 
 def test_too_many_slots_for_the_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -804,7 +630,7 @@ def test_too_many_slots_for_the_parameters_are_refused(monkeypatch: pytest.Monke
     slots = [gg.Slot(f"slot{i}", "request", torch.int8, 0) for i in range(64)]
     with pytest.raises(kernel.KernelUnavailable, match="64 slots do not fit the kernel's parameters"):
         host_lane(simulated, slots, 1, 1)
-    lane, targets = host_lane(simulated, slots[:63], 1, 1)
-    assert step_and_compare(lane, targets, {slot.name: 1 for slot in slots[:63]}) is False
+    lane = host_lane(simulated, slots[:63], 1, 1)
+    assert step_and_compare(lane, {slot.name: 1 for slot in slots[:63]}) is False
     with pytest.raises(kernel.KernelUnavailable, match="0 slots do not fit"):
         KernelFill({}, {}, torch.device("cpu"), None, None, [(0, 0)])  # type: ignore[arg-type]
