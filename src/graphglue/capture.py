@@ -147,6 +147,7 @@ class Capture:
         self._join, self._warmups = join, warmups
         self._reads = reads
         self.adopted: GlueGraphCache | None = None  # the engine's own forwards
+        self.used_up: set[Key] = set()  # adopted forwards that can only be launched behind their own fill
         self.launches: dict[Key, Composed] = {}
         self._random: dict[Key, str] = {}  # which part of a key draws random numbers
 
@@ -247,13 +248,20 @@ class Capture:
             self._forward.record(key, view, self.metadata(key), strict=False)
         self.compose(key)
 
-    def compose(self, key: Key, random: str | None = None) -> None:
+    def adopt(self, key: Key, random: bool) -> None:
+        """Compose a key with the forward that the engine captured for it."""
+        if random:
+            self._random[key] = "forward"
+            self.used_up.add(key)
+        self.compose(key)
+
+    def compose(self, key: Key) -> None:
         """Join the fill and all that was recorded for a key, with the forward if it has a graph."""
         entries = [unit.cache.entry(key) for unit in self._units]
         preps = [entry.recording for entry in entries if entry.state is State.CAPTURED and entry.recording]
         if len(preps) != len(entries):
             return
-        random, cache = random or self._random.get(key), self._forward or self.adopted
+        random, cache = self._random.get(key), self._forward or self.adopted
         forward = cache.entry(key).recording if cache is not None and cache.state(key) is State.CAPTURED else None
         if forward is None and random == "forward":
             random = None

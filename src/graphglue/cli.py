@@ -85,7 +85,7 @@ def bench(
     except ConfigError as error:
         typer.echo(f"graphglue bench: {error}", err=True)
         raise typer.Exit(2) from error
-    command.show(report, Console(soft_wrap=False))
+    command.show(report)
 
 
 def _print(result: DemoResult, console: Console) -> None:

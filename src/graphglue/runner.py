@@ -221,7 +221,7 @@ class Runner:
                 self._stepper.forward = self._capture.adopted = GlueGraphCache(_engine_forward, name="forward")
             key = Key(self.space.modes[0], *bucket, None, variant)
             self._stepper.forward.adopt(key, recording)
-            self._capture.compose(key, "forward" if random else None)
+            self._capture.adopt(key, random)
             self._stepper.forget()
 
     def view(self, bucket: int | Bucket) -> View:

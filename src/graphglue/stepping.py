@@ -98,7 +98,11 @@ class Stepper:
         )
         key = Key(batch.mode, *(raw if facts.exact or bucket is None else bucket), None, batch.variant)
         preps = {unit.name: unit.facts(key) for unit in self._units}
-        return raw, facts, route(facts, preps, key, None if self.forward is None else self.forward.state(key))
+        decision = route(facts, preps, key, None if self.forward is None else self.forward.state(key))
+        whole = all(prep.route is Route.GLUE for prep in decision.preps.values())
+        if decision.forward is Route.GRAPH and key in self._capture.used_up and not whole:
+            decision = replace(decision, forward=Route.EAGER, forward_reason=Reason.NO_FORWARD_GRAPH)
+        return raw, facts, decision
 
     def load(self, lane: Lane, batch: Batch, forward_needed: bool = True) -> list[Write] | None:
         """Hold the sources against the slots, and take them in; host values are snapshotted now.

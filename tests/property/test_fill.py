@@ -29,7 +29,7 @@ ARRAY_WORDS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 def bits_of(tensor: torch.Tensor) -> np.ndarray:
     """Read a tensor's bits, of any strides, as an array of integers that is a copy."""
-    return tensor.detach().contiguous().view(WORDS[tensor.element_size()]).numpy().copy()
+    return tensor.detach().contiguous().view(WORDS[tensor.element_size()]).cpu().numpy().copy()
 
 
 def write_bits(tensor: torch.Tensor, bits: np.ndarray) -> None:
@@ -258,17 +258,17 @@ def check_memory(model: Model, seen: dict[str, torch.Tensor], after: str) -> Non
 
 
 @st.composite
-def arenas(draw: st.DrawFn, max_size: int = 6) -> SimpleNamespace:
+def arenas(draw: st.DrawFn, device: str) -> SimpleNamespace:
     """Draw an arena whose memory is garbage, and its model."""
-    sizes, ranks = draw(ggst.ladders(max_size, max_length=3)), draw(st.integers(1, 3))
+    sizes, ranks = draw(ggst.ladders(max_size=6, max_length=3)), draw(st.integers(1, 3))
     width = draw(st.integers(1, 3))
     max_requests = draw(st.none() | st.just(3)) if width == 1 else None
     capacity = (max_requests or max(sizes), max(sizes) * width, ranks)
-    slots = draw(ggst.slot_tables(adopt=capacity))
+    slots = draw(ggst.slot_tables(adopt=capacity if device == "cpu" else None))
     ladder: Any = sizes
     if max_requests is not None:
         ladder = KeySpace(gg.Ladder(sizes), modes=[gg.Mode.EXTEND], max_requests=max_requests)
-    arena = gg.Arena(slots, ladder, tokens_per_request=width, num_ranks=ranks)
+    arena = gg.Arena(slots, ladder, device=device, tokens_per_request=width, num_ranks=ranks)
     model = Model(slots, sizes, width, ranks, max_requests)
     largest = arena.view(arena.space.bucket(max(sizes)))
     case = SimpleNamespace(
@@ -554,9 +554,9 @@ BREAKS: tuple[Break, ...] = (
 ACTIONS = (fill_once, fill_once, fill_once, refuse_once, refuse_bucket, refill_own_view, fill_values)
 
 
-def check_fills(data: st.DataObject, actions: Sequence[Callable[..., str]] = ACTIONS) -> None:
+def check_fills(data: st.DataObject, actions: Sequence[Callable[..., str]] = ACTIONS, device: str = "cpu") -> None:
     """Fill an arena several times; after each call all its memory equals the model's."""
-    case = data.draw(arenas(), label="arena")
+    case = data.draw(arenas(device), label="arena")
     for _ in range(data.draw(st.integers(1, 4), label="steps")):
         after = data.draw(st.sampled_from(actions), label="action")(case, data)
         check_memory(case.model, case.seen, after)

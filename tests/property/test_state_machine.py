@@ -29,10 +29,6 @@ pytestmark = pytest.mark.usefixtures("frozen_imports")
 
 COLD, WARM, CAPTURED, QUARANTINED = gg.State.COLD, gg.State.WARM, gg.State.CAPTURED, gg.State.QUARANTINED
 TABLE_ROWS = 4
-import collections, atexit
-
-COUNT = collections.Counter()
-atexit.register(lambda: open("/tmp/count.txt", "w").write("\n".join(map(str, COUNT.most_common()))))
 SLOTS = (
     gg.Slot("lens", axis="request", dtype=torch.int64, pad=1, idle=0, valid=(1, 50)),
     gg.Slot("rows", axis="request", dtype=torch.int64, pad=0, index_of="table", valid=(0, TABLE_ROWS - 1)),
@@ -148,7 +144,8 @@ class RunnerMachine(RuleBasedStateMachine):
     def build(self, data: st.DataObject) -> None:
         """Construct a runner."""
         self.backend, self.num_steps, self.last = Backend(), 0, None
-        self.ladder = sorted(set(data.draw(ggst.ladders(max_size=4, max_length=2), label="ladder")))
+        self.given_away: list[tuple[torch.Tensor, np.ndarray]] = []
+        self.ladder = sorted(set(data.draw(ggst.ladders(max_size=4, max_length=2) | st.just([2, 4]), label="ladder")))
         self.width = data.draw(st.integers(1, 3), label="width")
         self.variants = data.draw(st.sampled_from([(None,), (None,), (None,), (None, "lora")]), label="variants")
         self.config = data.draw(configs(), label="config")
@@ -379,11 +376,9 @@ class RunnerMachine(RuleBasedStateMachine):
         with self.backend.failing(fault), torch.inference_mode(data.draw(st.booleans(), label="inference mode")):
             step = call(given)
         self.num_steps += 1
+        self._check_clones(step)
         self.last = step
         self._check_decision(step.decision, batch)
-        COUNT[
-            step.decision.reason.name, getattr(step.decision.forward_reason, "name", "GRAPH"), type(step).__name__
-        ] += 1
         event(f"prep {step.decision.reason.name}, forward {getattr(step.decision.forward_reason, 'name', 'GRAPH')}")
         for name, decided in step.decision.preps.items():
             assert self.backend.num_runs[name] - runs[name] == (decided.route is gg.Route.EAGER)
@@ -430,6 +425,14 @@ class RunnerMachine(RuleBasedStateMachine):
         allowed = decide_forward(worded, self._state(key).forward if self.has_forward else None)
         assert decision.forward_reason in allowed
         assert bool(decision) is (decision.forward_reason is None)
+
+    def _check_clones(self, step: gg.Step | gg.Prepared) -> None:
+        """Hold what an earlier step gave away to its contents, if the config promises copies."""
+        if self.config.clone_outputs:
+            for tensor, bits in self.given_away:
+                assert np.array_equal(bits_of(tensor), bits), "a later step wrote into a copy"
+            leaves = leaves_of(step.metadata) + leaves_of(getattr(step, "outputs", None))
+            self.given_away = [(leaf, bits_of(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def _check_addresses(self, step: gg.Step | gg.Prepared) -> None:
         """Hold a key's metadata to its addresses as long as a forward graph reads them."""

@@ -87,7 +87,7 @@ def is_device_name(name: str) -> bool:
         return True
     if parts[0] != "torch":
         return False
-    return "cuda" in parts[1:3] or any(part.startswith("_cuda") for part in parts)
+    return parts[1:2] == ["cuda"] or any(part.startswith("_cuda") for part in parts)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=relative)
@@ -133,6 +133,7 @@ def test_the_rule_sees_every_spelling(code: str) -> None:
         "tensor.is_cuda",
         "import cudapackage",
         "x.cuda_graph",
+        "torch.version.cuda",
         "from . import cuda",
         "# torch.cuda",
     ],

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import Console
+
 from graphglue.bench import run, settings_of
 from graphglue.bench.plot import draw
-from graphglue.bench.report import show
+from graphglue.bench.report import print_report
 from graphglue.bench.results import Report
 from graphglue.bench.sections import Settings
 from graphglue.errors import ConfigError
 
-__all__ = ["parsed", "run_and_write", "show"]
+_WIDTH = 200  # of tables that go to a file
 
 
 def parsed(device: str, steps: int | None, buckets: str | None, only: str | None, peers: Sequence[str]) -> Settings:
@@ -52,3 +55,9 @@ def run_and_write(settings: Settings, json: Path | None, plot: Path | None) -> R
     if plot is not None:
         draw(report, plot)
     return report
+
+
+def show(report: Report) -> None:
+    """Print the tables, as wide as the terminal; wide where they go to a file."""
+    sized = sys.stdout.isatty() or "COLUMNS" in os.environ
+    print_report(report, Console(width=None if sized else _WIDTH))

@@ -160,8 +160,8 @@ class PeerStep:
         self._raw, self._bucket = sources.num_requests, sources.bucket
         self._tokens = (self._raw * TOKENS_PER_REQUEST, self._bucket * TOKENS_PER_REQUEST)
         self.registry = self._build_registry(engine.fast_registry if best else engine.registry, workload)
-        slots = {name: self.registry.get_slot(name).slice_for(self._bucket, self._tokens[1]) for name in _POLICIES}
-        self.recorded = Recorded(workload, workload.view_of(slots))
+        self.slots = {name: self.registry.get_slot(name).slice_for(self._bucket, self._tokens[1]) for name in _POLICIES}
+        self.recorded = Recorded(workload, workload.view_of(self.slots))
         self._forward = self.recorded.floor()
         self._backend = PrepBackend(workload, self.recorded.metadata)
         self._glue = engine.glue.MetadataGlueGraph(workload.device)

@@ -13,7 +13,7 @@ _DEVICE_NOTE = "device us: queued behind a busy GPU, so that the host's time is 
 _NOISE_MARK = "~"
 
 
-def show(report: Report, console: Console) -> None:
+def print_report(report: Report, console: Console) -> None:
     """Print machine, every section, and the targets."""
     machine = ", ".join(f"{name} {value}" for name, value in report.machine.items())
     versions = ", ".join(f"{name} {value}" for name, value in report.versions.items())
@@ -36,7 +36,7 @@ def show(report: Report, console: Console) -> None:
 
 def _section(section: Section) -> Table:
     table = Table(title=f"{section.name}: {section.title} ({section.seconds:.0f} s)", title_justify="left")
-    table.add_column("row", overflow="fold", max_width=58)
+    table.add_column("row", overflow="fold", min_width=34, max_width=58)
     for name in ("real", "in flight", "steps", "host us", "p99", "x floor", "device us", "steps/s"):
         table.add_column(name, justify="right")
     table.add_column("", overflow="fold", max_width=60)

@@ -93,7 +93,7 @@ def _checked_tensor(slot: Slot, tensor: torch.Tensor, device: torch.device) -> t
 
 
 def _from_array(slot: Slot, array: np.ndarray) -> torch.Tensor:
-    dtype = _TORCH_DTYPES.get(array.dtype)
+    dtype = _TORCH_DTYPES.get(array.dtype.newbyteorder("="))
     if dtype is None:
         raise _fault(slot, f"a numpy array of dtype {array.dtype}", f"{slot.dtype} or a dtype that widens to it")
     _check_dtype(slot, dtype)

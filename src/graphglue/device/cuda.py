@@ -14,7 +14,7 @@ from graphglue.device.base import Fill, Launch, Reads, SeparateLaunches
 from graphglue.device.cpu import TorchFill
 from graphglue.device.fill import fill_slots
 from graphglue.device.kernel import KernelUnavailable
-from graphglue.device.kernel_fill import KernelFill
+from graphglue.device.kernel_fill import HEAVY_BYTES, KernelFill
 from graphglue.device.launch import ParentLaunch, PrependedLaunch
 from graphglue.device.streams import InFlight, StepOrder
 from graphglue.errors import ConfigError, GraphGlueError
@@ -65,6 +65,8 @@ class CudaDevice:
         with torch.no_grad(), torch.cuda.device(self.torch_device):
             writes, blocks = self._staged(writes)
             fill_slots(writes, targets, non_blocking=True)
+            if any(isinstance(w.source, torch.Tensor) and w.source.nbytes > HEAVY_BYTES for w in writes):
+                self._in_flight.expect_heavy()
             stream = torch._C._cuda_getCurrentRawStream(self.torch_device.index)
             self._in_flight.hold((blocks, [write.source for write in writes]), stream)
 

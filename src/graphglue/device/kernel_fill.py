@@ -16,6 +16,8 @@ from graphglue.device import kernel
 from graphglue.device.packing import FillParams, SlotLayout, converts
 from graphglue.device.streams import InFlight, StepOrder
 
+HEAVY_BYTES = 2**18  # sources of a step that are worth letting go of soon
+
 
 class HostSource:
     """Know one host source that was bound: what to compare, and where in the parameters it goes.
@@ -122,6 +124,8 @@ class KernelFill:
         self._fill.pack(writes, self._stage)
         self._choose_struct(self._fill.inline_end)
         self._sources = [write.source for write in writes if isinstance(write.source, torch.Tensor)]
+        if sum(source.nbytes for source in self._sources) > HEAVY_BYTES:
+            self._in_flight.expect_heavy()
 
     def remember(self, writes: Sequence[Write], sources: Mapping[str, Any]) -> Known | None:
         """Remember a step whose sources are tensors on the device, host tensors or arrays."""

@@ -11,45 +11,17 @@ Two compositions, measured to cost about the same:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from graphglue.device.base import Reads
 from graphglue.device.kernel import checked
-from graphglue.errors import GraphGlueError
+from graphglue.errors import ClosedError, GraphGlueError
 
 # What torch instantiates with: cudaGraphInstantiateFlagAutoFreeOnLaunch | UseNodePriority.
 _INSTANTIATE_FLAGS = 1 | 8
-
-
-class FillNode:
-    """The fill's kernel as a node: its parameters, and where they are updated before each launch."""
-
-    def __init__(self, params: Any) -> None:
-        from cuda.bindings import driver
-
-        self._update, self._params = driver.cuGraphExecKernelNodeSetParams, params
-        self._node: Any = None
-        self._exec: Any = None
-
-    def add_to(self, graph: Any) -> Any:
-        """Add the node to a graph, as its root."""
-        from cuda.bindings import driver
-
-        self._node = checked(driver.cuGraphAddKernelNode(graph, None, 0, self._params))
-        return self._node
-
-    def belongs_to(self, exec_graph: Any) -> None:
-        """Name the instantiated graph whose parameters are updated."""
-        self._exec = exec_graph
-
-    def update(self, params: Any) -> None:
-        """Give the node its parameters; launches that are queued keep theirs. Sync: none."""
-        (failed,) = self._update(self._exec, self._node, params)
-        if failed:
-            raise GraphGlueError(f"the CUDA driver refused the fill's parameters: {failed!r}")
 
 
 class ParentLaunch:
@@ -67,12 +39,11 @@ class ParentLaunch:
         from cuda.bindings import driver
 
         self._fill, self._graphs = fill, (*preps, *forward)  # torch's objects own the memory pool: keep them
-        self._launch, self._driver = driver.cuGraphLaunch, driver
+        self._driver = driver
         self._graph = checked(driver.cuGraphCreate(0))
         self._exec: Any = None
         try:
-            self._node = FillNode(fill.params)
-            filled = self._node.add_to(self._graph)
+            filled = checked(driver.cuGraphAddKernelNode(self._graph, None, 0, fill.params))
             prepared = _add_children(self._graph, filled, preps)
             last = _add_children(self._graph, prepared, forward)
             _add_events(self._graph, reads, filled, prepared, last)
@@ -80,20 +51,30 @@ class ParentLaunch:
         except BaseException:
             self.close()
             raise
-        self._node.belongs_to(self._exec)
+        self.run = self._runner(filled)
 
-    def run(self) -> None:
-        """Launch on the caller's current stream. Sync: none."""
-        fill = self._fill
-        self._node.update(fill.params)
-        (failed,) = self._launch(self._exec, fill.order.current)
-        if failed:
-            raise GraphGlueError(f"the CUDA driver refused the step's launch: {failed!r}")
-        fill.launched()
+    def _runner(self, filled: Any) -> Callable[[], None]:
+        """Build what launches on the caller's current stream. Sync: none.
+
+        A closure, because every attribute that is looked up counts here. A parameter update touches
+        later launches only: those that are queued keep theirs.
+        """
+        driver, exec_graph, fill = self._driver, self._exec, self._fill
+        update, launch, order = driver.cuGraphExecKernelNodeSetParams, driver.cuGraphLaunch, fill.order
+
+        def run() -> None:
+            (failed,) = update(exec_graph, filled, fill.params)
+            if not failed:
+                (failed,) = launch(exec_graph, order.current)
+            if failed:
+                raise GraphGlueError(f"the CUDA driver refused the step's launch: {failed!r}")
+            fill.launched()
+
+        return run
 
     def close(self) -> None:
         """Destroy the graph. Calling it twice is fine."""
-        exec_graph, self._exec = self._exec, None
+        exec_graph, self._exec, self.run = self._exec, None, _closed
         graph, self._graph, self._graphs = self._graph, None, ()
         if exec_graph is not None:
             self._driver.cuGraphExecDestroy(exec_graph)
@@ -120,23 +101,27 @@ class PrependedLaunch:
         roots = _root_nodes(graph)
         if reads is not None and reads.tables_until_forward:
             raise GraphGlueError("an event behind a forward that draws random numbers would need its last nodes")
-        self._node = FillNode(fill.params)
-        filled = self._node.add_to(graph)
+        self._driver, self._filled = driver, checked(driver.cuGraphAddKernelNode(graph, None, 0, fill.params))
+        filled = self._filled
         prepared = _add_children(graph, filled, preps)
         _add_events(graph, reads, filled, prepared, prepared)
         _depend(graph, prepared, roots)
         forward.instantiate()
-        self._node.belongs_to(driver.CUgraphExec(forward.raw_cuda_graph_exec()))
+        self._exec = driver.CUgraphExec(forward.raw_cuda_graph_exec())
 
     def run(self) -> None:
         """Replay through torch, on the caller's current stream. Sync: none."""
-        self._node.update(self._fill.params)
+        checked(self._driver.cuGraphExecKernelNodeSetParams(self._exec, self._filled, self._fill.params))
         self._forward.replay()
         self._fill.launched()
 
     def close(self) -> None:
         """Let the graphs go; their owner closes them."""
         self._preps = ()
+
+
+def _closed() -> None:
+    raise ClosedError("this launch was dropped; what it was composed of was captured anew or closed")
 
 
 def _add_children(graph: Any, before: Any, children: Sequence[torch.cuda.CUDAGraph]) -> Any:

@@ -14,7 +14,8 @@ import torch
 from graphglue.device.kernel import checked
 
 _MIN_BLOCK_BYTES = 4096
-_GENERATION_STEPS = 8  # steps that share an event: recording one costs about as much as packing a step
+# Steps that share an event: recording one costs as much as a whole step where the code is cold.
+_LIGHT_STEPS, _HEAVY_STEPS = 128, 8
 _DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 
 
@@ -49,6 +50,7 @@ class InFlight:
         from cuda.bindings import driver
 
         self._device, self._driver = device, driver
+        self.max_steps = _LIGHT_STEPS
         self._free: list[torch.Tensor] = []
         self._open: list[tuple[Any, Any]] = []
         self._sealed: deque[tuple[Any, list[tuple[Any, Any]]]] = deque()
@@ -70,9 +72,13 @@ class InFlight:
         Steps are ordered among themselves, so a later step's event covers the earlier ones.
         """
         self._open.append(step)
-        if len(self._open) >= _GENERATION_STEPS:
+        if len(self._open) >= self.max_steps:
             self._seal(stream)
             self._collect()
+
+    def expect_heavy(self) -> None:
+        """Let go of steps sooner: their sources are large."""
+        self.max_steps = _HEAVY_STEPS
 
     def _seal(self, stream: int) -> None:
         driver = self._driver

@@ -56,7 +56,8 @@ def _normal(leaf: Any) -> Any:
 class CudaRecording:
     """A captured graph with its outputs, which stay at their addresses."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Any, num_bytes: int, held: Any) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Any, num_bytes: int, held: Any, pool: Any) -> None:
+        self.pool = pool
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._outputs = outputs
         self._num_bytes = num_bytes
@@ -157,7 +158,7 @@ class CudaRecorder:
         """The pool of the next capture: torch refuses the handle of a pool whose last graph is gone."""
         if self._given_pool is not None:
             return self._given_pool
-        if not any(recording.is_open for recording in self._recordings):
+        if not any(recording.is_open and recording.pool == self._own_pool for recording in self._recordings):
             self._own_pool = torch.cuda.graph_pool_handle()
         return self._own_pool
 
@@ -200,19 +201,24 @@ class CudaRecorder:
             rules = guard.Guard(self._device)
             holding = _Holding(rules)
             modes = (guard.FunctionGuard(rules), holding) if strict else ()
-            graph, outputs = self._capture(lambda: rules.call(run, *modes))
+            pool = self._pool
+            graph, outputs = self._capture(lambda: rules.call(run, *modes), pool)
             num_bytes = max(0, torch.cuda.memory_reserved(self._device) - reserved)
             with guard.plain():
                 outputs = pytree.tree_map(_normal, outputs)
-            recording = CudaRecording(graph, outputs, num_bytes, holding.held)
+            recording = CudaRecording(graph, outputs, num_bytes, holding.held, pool)
             self._recordings.add(recording)
             return recording
 
-    def _capture(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-        graph, pool = torch.cuda.CUDAGraph(keep_graph=True), self._pool
+    def _capture(self, run: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
         try:
             # thread_local: another thread's copies and allocations do not break this capture.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        except RuntimeError as error:
+            self._abandon(graph, pool)
+            raise CaptureError(f"a capture could not begin: {error}") from error
+        try:
             outputs = run()
         except BaseException:
             self._abandon(graph, pool)
@@ -251,9 +257,10 @@ class CudaRecorder:
             pass
         else:
             torch._C._cuda_releasePool(self._device.index, pool)
-            # The pinned-memory allocator can not be told: this pool's handle is of no use for a capture
-            # any more. Graphs recorded in it go on; later ones share a new pool.
-            self._given_pool, self._own_pool = None, torch.cuda.graph_pool_handle()
+            self._given_pool = None
+        # The pinned-memory allocator can not be told, and refuses this pool's handle for a capture from now
+        # on. Graphs recorded in it go on; later ones share a new pool, the recorder's own.
+        self._own_pool = torch.cuda.graph_pool_handle()
         self._reset_generator()
 
     def _reset_generator(self) -> None:
