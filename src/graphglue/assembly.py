@@ -9,6 +9,7 @@ import torch
 
 from graphglue.cache import GlueGraphCache
 from graphglue.capture import Unit
+from graphglue.compiling import compiled
 from graphglue.config import RunnerConfig
 from graphglue.core.buckets import Ladder
 from graphglue.core.contract import GENERIC, check_contracts
@@ -84,10 +85,15 @@ def check_declarations(
 def build_unit(registration: Registration, recorder: Recorder, config: RunnerConfig) -> Unit:
     """Give a prep its cache and what the config says of it."""
     switch = config.glue.get(registration.name)
+    recorded, _ = compiled(registration.prep, registration.contract)
     return Unit(
         registration=registration,
         cache=GlueGraphCache(
-            registration.prep, recorder=recorder, contract=registration.contract, name=registration.name
+            registration.prep,
+            recorder=recorder,
+            contract=registration.contract,
+            name=registration.name,
+            recorded=recorded,
         ),
         glue=switch or "on",
         generic_glue=config.generic_glue or (registration.contract is None and switch in ("on", "unpadded")),

@@ -49,6 +49,7 @@ class GlueGraphCache:
         contract: what the prep declares; its declared outputs are checked when a key warms up.
         name: named in errors and logs.
         warmups: real runs before a key is recorded.
+        recorded: what is warmed up and recorded instead of the prep (its compiled form).
 
     Example:
         >>> cache = GlueGraphCache(prep, device="cpu")
@@ -65,14 +66,23 @@ class GlueGraphCache:
         contract: PrepContract | None = None,
         name: str | None = None,
         warmups: int = 2,
+        recorded: Callable[..., Any] | None = None,
     ) -> None:
         self.name = name or (contract.name if contract and contract.name else getattr(prep, "__name__", "prep"))
         self.contract = contract
-        self._prep = prep
+        self._prep, self._recorded_prep = prep, recorded or prep
         self._recorder = recorder or open_device(device).recorder()
         self._warmups = max(1, warmups)
         self._entries: dict[Hashable, Entry] = {}
         self._closed = False
+
+    @property
+    def compile_fallback(self) -> str | None:
+        """Why the prep is recorded as it is though its contract asks for compilation; None if it is compiled."""
+        asked = self.contract is not None and self.contract.compile
+        if asked and self._recorded_prep is self._prep:
+            return "torch.compile is not supported here"
+        return getattr(self._recorded_prep, "fallback", None) if asked else None
 
     def state(self, key: Hashable) -> State:
         """Tell where a key stands."""
@@ -180,7 +190,7 @@ class GlueGraphCache:
         entry.args = args if live_args is None else live_args
         try:
             with torch.no_grad():
-                fresh = self._prep(*args)
+                fresh = self._recorded_prep(*args)
             self._check_result(fresh, args)
             if keep:
                 self._keep_result(key, entry, fresh, args)
@@ -274,7 +284,7 @@ class GlueGraphCache:
 
     def _recorded(self, args: tuple[Any, ...]) -> Any:
         with torch.no_grad():
-            return _owned(self._prep(*args), args)
+            return _owned(self._recorded_prep(*args), args)
 
     def _keep_result(self, key: Hashable, entry: Entry, fresh: Any, args: tuple[Any, ...]) -> None:
         if not entry.has_result:

@@ -275,7 +275,12 @@ class Runner:
 
     def stats(self) -> dict[str, Any]:
         """Give the counters since construction and the state of every key, JSON-ready."""
-        return {**self._stepper.ledger.counters(), "keys": [self._key_stats(key) for key in self._wanted]}
+        uncompiled = {unit.name: unit.cache.compile_fallback for unit in self._units if unit.cache.compile_fallback}
+        return {
+            **self._stepper.ledger.counters(),
+            "compile_fallbacks": uncompiled,
+            "keys": [self._key_stats(key) for key in self._wanted],
+        }
 
     def __enter__(self) -> Runner:
         self._check_open()

@@ -57,16 +57,7 @@ def settings_of(
     Raises:
         ConfigError: an unknown section, peer or device, or no positive number.
     """
-    if unknown := sorted(set(only) - set(SECTIONS)):
-        raise ConfigError(f"--only names {unknown}; sections are {list(SECTIONS)}")
-    if unknown := sorted(set(peers or {}) - {"sglang"}):
-        raise ConfigError(f"--peer names {unknown}; known is sglang")
-    for folder in (peers or {}).values():
-        load_sglang(folder)
-    if steps is not None and steps < 1:
-        raise ConfigError(f"--steps {steps}: expected a positive number")
-    if buckets and min(buckets) < 1:
-        raise ConfigError(f"--buckets {list(buckets)}: expected positive numbers")
+    _check(steps, buckets or (), only, peers or {})
     found = open_device(_chosen(device)).torch_device
     on_gpu = found.type == "cuda"
     return Settings(
@@ -78,6 +69,19 @@ def settings_of(
     )
 
 
+def _check(steps: int | None, buckets: Sequence[int], only: Sequence[str], peers: Mapping[str, Path]) -> None:
+    if unknown := sorted(set(only) - set(SECTIONS)):
+        raise ConfigError(f"--only names {unknown}; sections are {list(SECTIONS)}")
+    if unknown := sorted(set(peers) - {"sglang"}):
+        raise ConfigError(f"--peer names {unknown}; known is sglang")
+    for folder in peers.values():
+        load_sglang(folder)
+    if steps is not None and steps < 1:
+        raise ConfigError(f"--steps {steps}: expected a positive number")
+    if buckets and min(buckets) < 1:
+        raise ConfigError(f"--buckets {list(buckets)}: expected positive numbers")
+
+
 def _chosen(device: str) -> str:
     if device != "auto":
         return device
@@ -85,10 +89,15 @@ def _chosen(device: str) -> str:
     return "cuda" if accelerator is not None and accelerator.type == "cuda" else "cpu"
 
 
-def run(settings: Settings, command: str = "") -> Report:
+def run(settings: Settings, command: str = "", on_section: Callable[[Report], object] = lambda report: None) -> Report:
     """Run the sections one after the other, and hold what they saw against the targets.
 
     A section that fails has its error as a row; the others run.
+
+    Args:
+        settings: what to run.
+        command: what was typed, for the report.
+        on_section: called with what there is after each section.
     """
     report = Report(
         machine={"device": settings.gauge.name(), "host": platform.processor() or platform.machine()},
@@ -106,8 +115,9 @@ def run(settings: Settings, command: str = "") -> Report:
         if settings.only and name not in settings.only:
             continue
         report.sections.append(_run_section(settings, Section(name, title), measure))
-    if settings.on_gpu:
-        report.targets = targets_of(report)
+        if settings.on_gpu:
+            report.targets = targets_of(report)
+        on_section(report)
     return report
 
 

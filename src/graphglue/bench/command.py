@@ -42,16 +42,15 @@ def parsed(device: str, steps: int | None, buckets: str | None, only: str | None
 
 
 def run_and_write(settings: Settings, json: Path | None, plot: Path | None) -> Report:
-    """Run, and write what was asked for.
+    """Run, and write what was asked for; the JSON after each section, so that a run cut short leaves it.
 
     Raises:
         ConfigError: a plot without matplotlib; nothing was run.
     """
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError('--plot needs matplotlib: pip install "graphglue[bench]"')
-    report = run(settings, "graphglue " + shlex.join(sys.argv[1:]))
-    if json is not None:
-        report.write_json(json)
+    keep = (lambda report: None) if json is None else (lambda report: report.write_json(json))
+    report = run(settings, "graphglue " + shlex.join(sys.argv[1:]), keep)
     if plot is not None:
         draw(report, plot)
     return report

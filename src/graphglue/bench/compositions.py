@@ -100,35 +100,38 @@ def _forward(num_nodes: int, device: torch.device, random: bool = False) -> Call
 
 
 def _times(settings: Settings, pieces: _Pieces, sources: Sources, num_nodes: int) -> list[Row]:
+    contenders = proven(_contenders(settings, pieces, num_nodes), sources, settings.gauge)
+    rows = []
+    for in_flight in IN_FLIGHT:
+        rows += measured(
+            settings,
+            contenders,
+            sources,
+            in_flight=in_flight,
+            steps=max(5, settings.steps // 4),
+            budget_seconds=_BUDGET_SECONDS,
+            deep=in_flight == 0,
+            describe=f"{num_nodes} nodes, {in_flight} in flight",
+        )
+    for row in rows:
+        row.values["forward_nodes"] = num_nodes
+    return rows
+
+
+def _contenders(settings: Settings, pieces: _Pieces, num_nodes: int) -> list[Contender]:
     forward = _forward(num_nodes, settings.device)
     prepared = pieces.record(lambda: prep(pieces.view, pieces.metadata))
     bare, first, second = (pieces.record(forward) for _ in range(3))
     fill = pieces.arena.fill_of(pieces.arena.space.bucket(_BUCKET))
-    launches: tuple[Launch, Launch] = (
-        PrependedLaunch(fill, [prepared.graph], first.graph),
-        ParentLaunch(fill, [prepared.graph], [second.graph]),
-    )
-    contenders = [
+    launches: dict[str, Launch] = {
+        PREPENDED: PrependedLaunch(fill, [prepared.graph], first.graph),
+        PARENT: ParentLaunch(fill, [prepared.graph], [second.graph]),
+    }
+    return [
         Contender(FLOOR, bare.graph.replay),
-        *(
-            Contender(label, pieces.step(launch), lambda metadata: metadata)
-            for label, launch in zip((PREPENDED, PARENT), launches)
-        ),
+        *(Contender(label, pieces.step(launch), lambda metadata: metadata) for label, launch in launches.items()),
         Contender(AGAIN, bare.graph.replay, note="the noise row"),
     ]
-    contenders = proven(contenders, sources, settings.gauge)
-    rows = []
-    for in_flight in IN_FLIGHT:
-        found = measured(
-            settings, contenders, sources, in_flight=in_flight, steps=max(5, settings.steps // 4),
-            budget_seconds=_BUDGET_SECONDS, deep=in_flight == 0, describe=f"{num_nodes} nodes, {in_flight} in flight",
-        )  # fmt: skip
-        for row in found:
-            row.values["forward_nodes"] = num_nodes
-        rows += found
-    for launch in launches:
-        launch.close()
-    return rows
 
 
 def _memory(settings: Settings, pieces: _Pieces, num_nodes: int) -> Row:

@@ -37,6 +37,7 @@ def run_floor(settings: Settings, section: Section) -> None:
         for bucket in settings.buckets:
             for raw in raw_counts(bucket):
                 section.rows += _one_shape(settings, workload, runners, bucket, raw)
+        section.notes.append(f"steps in flight are measured at bucket {DEEP_BUCKET} only")
         if fallbacks := runners.one.stats()["launch_fallbacks"]:
             section.notes.append(f"the one-launch rows are more than one launch: {fallbacks}")
 
