@@ -187,6 +187,10 @@ PADS = {
 }  # fmt: skip
 
 
+def _ones_and_twos(raw: int, slot: gg.Slot) -> torch.Tensor:
+    return (torch.arange(raw * slot.inner[0]).view(raw, *slot.inner) % 2 + 1).to(slot.dtype)
+
+
 @pytest.mark.parametrize("dtype", PADS, ids=str)
 def test_every_pad_of_every_element_size(dtype: torch.dtype) -> None:
     for pad in [*PADS[dtype], *([] if dtype == torch.bool else [gg.REPEAT_LAST])]:
@@ -196,9 +200,7 @@ def test_every_pad_of_every_element_size(dtype: torch.dtype) -> None:
         fill, targets = kernel_fill(arena, bucket), arena.targets(bucket)
         for raw in (0, 1, 5, 9):
             for make in (put, lambda tensor: put(tensor, 1), torch.clone):
-                numbers = {slot.name: torch.arange(raw * slot.inner[0]).view(raw, *slot.inner) % 2 + 1 for slot in slots}
-                sources = {name: make(values.to(dtype)) for name, values in numbers.items()} if raw else {}
-                writes = [Write(slot, sources.get(slot.name), raw, 9, slot.pad) for slot in slots]
+                writes = [Write(slot, make(_ones_and_twos(raw, slot)) if raw else None, raw, 9, pad) for slot in slots]
                 fill_and_compare(fill, arena, writes, targets)
 
 

@@ -366,7 +366,7 @@ def refill_own_view(case: SimpleNamespace, data: st.DataObject) -> str:
     for slot in case.slots if counts[0] else ():
         raw = case.model.rows(slot, *counts[:2])
         head = view[slot.name] if slot.axis == "fixed" else view[slot.name].narrow(slot.row_dim, 0, raw)
-        if slot.value is None and head.is_contiguous():
+        if slot.value is None and data.draw(st.booleans(), label=f"own {slot.name}"):
             own[slot.name] = head
     before = {name: head.clone() for name, head in own.items()}
     case.arena.fill(replace(batch, sources={**batch.sources, **own}))

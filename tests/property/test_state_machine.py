@@ -451,8 +451,7 @@ class RunnerMachine(RuleBasedStateMachine):
             if slot.name in batch.sources and slot.name not in ("rows", "indptr") and data.draw(st.booleans()):
                 rows = self.model.rows(slot, *worded.counts[:2])
                 head = view[slot.name].narrow(slot.row_dim, 0, rows)
-                if head.is_contiguous():
-                    own[slot.name], copies[slot.name] = head, head.clone()
+                own[slot.name], copies[slot.name] = head, head.clone(memory_format=torch.contiguous_format)
         return replace(batch, sources={**batch.sources, **copies}), replace(batch, sources={**batch.sources, **own})
 
     # What the model knows.

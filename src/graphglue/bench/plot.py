@@ -44,22 +44,26 @@ def draw(report: Report, path: Path) -> None:
 
 
 def _panels(report: Report) -> list[tuple[str, list[Row], float]]:
-    """Give title, rows and noise of each shape: the padded one of each bucket."""
-    shapes: dict[tuple[int, int], list[Row]] = {}
-    for row in report.rows(("floor", "peers")):
-        if row.bucket is None or row.raw is None or row.times_floor is None:
-            continue
-        padded = row.raw < row.bucket or row.bucket == 1
-        if padded and not row.in_flight and not row.label.endswith(MIXED):
-            shapes.setdefault((row.bucket, row.raw), []).append(row)
-    panels = []
-    for (bucket, raw), rows in sorted(shapes.items()):
-        again = [abs(row.times_floor - 1) for row in rows if row.label == AGAIN and row.times_floor is not None]
-        bars = {row.label: row for row in reversed(rows) if row.label not in _LEFT_OUT}
-        ordered = sorted(bars.values(), key=lambda row: row.times_floor or 0.0)
-        requests = "request" if raw == 1 else "requests"
-        panels.append((f"{raw} {requests} on bucket {bucket}", ordered, max(again, default=0.0)))
-    return panels
+    """Give title, rows and noise of the padded shape of each bucket; only what was timed in turn stands together."""
+    shapes: dict[tuple[int, int, bool], list[Row]] = {}
+    for beside_peer, name in enumerate(("floor", "peers")):
+        for row in report.rows((name,)):
+            if row.bucket is None or row.raw is None or row.times_floor is None:
+                continue
+            padded = row.raw < row.bucket or row.bucket == 1
+            if padded and not row.in_flight and not row.label.endswith(MIXED):
+                shapes.setdefault((row.bucket, row.raw, bool(beside_peer)), []).append(row)
+    return [(_title(*shape), *_bars(rows)) for shape, rows in sorted(shapes.items())]
+
+
+def _title(bucket: int, raw: int, beside_peer: bool) -> str:
+    title = f"{raw} {'request' if raw == 1 else 'requests'} on bucket {bucket}"
+    return title + ", beside the leading engine's own classes" if beside_peer else title
+
+
+def _bars(rows: Sequence[Row]) -> tuple[list[Row], float]:
+    noise = max((abs((row.times_floor or 1) - 1) for row in rows if row.label == AGAIN), default=0.0)
+    return sorted((row for row in rows if row.label not in _LEFT_OUT), key=lambda row: row.times_floor or 0.0), noise
 
 
 def _panel(axis: Any, title: str, rows: Sequence[Row], noise: float) -> None:

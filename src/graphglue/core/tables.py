@@ -50,7 +50,7 @@ class Tables:
         self.tensors: dict[str, torch.Tensor] = {}
         self._callables: list[str] = []
         self._current: list[torch.Tensor] = []
-        self._addresses: list[int] = []
+        self._expected: list[tuple[torch.Tensor, int]] = []
         self._likeness = Likeness([])
         for name, source in sources.items():
             self.bind(name, source)
@@ -68,7 +68,8 @@ class Tables:
         self._sources[name], self.tensors[name], self._places[name] = source, tensor, Place.of(tensor)
         self._callables = [key for key, given in self._sources.items() if not isinstance(given, torch.Tensor)]
         self._current = list(self.tensors.values())
-        self._likeness, self._addresses = Likeness(self._current), [place.address for place in self._places.values()]
+        self._likeness = Likeness(self._current)
+        self._expected = [(tensor, self._places[key].address) for key, tensor in self.tensors.items()]
 
     def check(self) -> None:
         """Compare every table with what was captured: address, shape, stride, dtype. Sync: none.
@@ -76,9 +77,12 @@ class Tables:
         Raises:
             StaleTableError: one of them moved.
         """
-        alike = not self._callables and self._likeness.holds(*self._current)
-        if alike and [tensor.data_ptr() for tensor in self._current] == self._addresses:
-            return
+        if not self._callables and self._likeness.holds(*self._current):
+            for tensor, address in self._expected:
+                if tensor.data_ptr() != address:
+                    break
+            else:
+                return
         for name, source in self._sources.items():
             tensor = source if isinstance(source, torch.Tensor) else _called(name, source)
             if (place := Place.of(tensor)) != self._places[name]:

@@ -35,16 +35,13 @@ class CudaDevice:
             raise ConfigError(f"device {str(device)!r}: torch sees {torch.cuda.device_count()} GPUs")
         self.torch_device = torch.device("cuda", index)
         self._order = StepOrder(self.torch_device)
+        self.enter_step = self._order.enter  # called at every step, so without a method of our own between
         self._in_flight = InFlight(self.torch_device)
         self.fill_fallback: str | None = None
 
     def recorder(self, stream: Any = None, pool: Any = None) -> Recorder:
         """Build a recorder of CUDA graphs, on the engine's stream and memory pool if given."""
         return CudaRecorder(self.torch_device, stream=stream, pool=pool)
-
-    def enter_step(self) -> None:
-        """Order this step behind the last one, which may have run on another stream. Sync: none."""
-        self._order.enter()
 
     def bucket_fill(
         self, slots: Mapping[str, Slot], targets: Mapping[str, torch.Tensor], owned: Sequence[tuple[int, int]]

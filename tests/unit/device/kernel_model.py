@@ -28,6 +28,7 @@ import torch
 from graphglue.core.slots import Slot
 from graphglue.device import kernel
 from graphglue.device.kernel_fill import KernelFill
+from graphglue.device.streams import InFlight
 
 BLOCK_THREADS = 256
 
@@ -273,10 +274,10 @@ def on_device(tensor: torch.Tensor, offset: int = 0) -> OnDevice:
     return base[offset:].view(tensor.shape).as_subclass(OnDevice)
 
 
-class PinnedPool:
-    """Stand in for ``InFlight``: fresh blocks, and a list of what is held."""
+class PinnedPool(InFlight):
+    """Stand in for the memory in flight: fresh blocks, and a list of what is held."""
 
-    def __init__(self) -> None:
+    def __init__(self) -> None:  # no driver here
         self.held: list[tuple[Any, Any]] = []
 
     def block(self, num_bytes: int) -> torch.Tensor:

@@ -275,8 +275,8 @@ NARROWING = [
     (torch.int64, torch.int32, [2**31 - 1, -(2**31), 5]),
     (torch.int32, torch.int8, [-128, 127, 0]),
     (torch.int64, torch.uint8, [255, 0]),
-    (torch.float32, torch.bfloat16, [1.0 + 2**-8, 1.0 + 2**-7 + 2**-8, 3.4e38, -0.0, 1e-40]),
-    (torch.float32, torch.float16, [1.0 + 2**-11, 65519.0, 6e-8, 2.9e-8, -0.0]),
+    (torch.float32, torch.bfloat16, [1.0 + 2**-8, 1.0 + 2**-7 + 2**-8, 3.38e38, -0.0, 1e-40]),
+    (torch.float32, torch.float16, [1.0 + 2**-11, 65503.0, 6e-8, 2.9e-8, -0.0]),
     (torch.float64, torch.float32, [1.0 + 2**-24, 1.0 + 2**-24 + 2**-50, 1e-46]),
     # Rounds down by way of float32, which is how torch casts, and up in one step:
     (torch.float64, torch.float16, [1.0 + 2**-11 + 2**-40, 1.0 - 2**-12 - 2**-42]),
