@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,12 +38,25 @@ def resolve_preps(given: Any, registry: Registry | None) -> list[Registration]:
         if not isinstance(prep, str) and not callable(prep):
             raise ConfigError(f"prep {prep!r}: expected a registered name or a callable of a view")
         registration = registry.get(prep) if isinstance(prep, str) else registry.find(prep)
+        if registration.name == "forward":
+            raise ConfigError("a prep named 'forward' would hide the forward in stats(); rename it")
+        if registration.contract is None and registration.prep not in [known.prep for known in found.values()]:
+            registration = replace(registration, name=_free_name(registration.name, found))
         if registration.name in found:
             raise ConfigError(f"prep {registration.name!r} is given twice; outputs are named by prep")
         found[registration.name] = registration
     if not found:
         raise ConfigError("prep []: expected at least one name or callable")
     return list(found.values())
+
+
+def _free_name(name: str, taken: Mapping[str, Any]) -> str:
+    """Tell callables of one name apart, such as two lambdas."""
+    number, free = 1, name
+    while free in taken:
+        number += 1
+        free = f"{name}_{number}"
+    return free
 
 
 def key_space(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from graphglue.core.view import View
 from graphglue.device.base import open_device
 from graphglue.errors import CaptureError, ClosedError, ContractError
 from graphglue.graphs.base import Recorder, Recording
+from graphglue.graphs.memory import noted_storages
 
 logger = logging.getLogger("graphglue")
 
@@ -31,6 +32,8 @@ class Entry:
     has_result: bool = False
     recording: Recording | None = None
     cause: str | None = None
+    derived: set[int] = field(default_factory=set)  # storages that the first warm-up computed from slots
+    persistent: dict[str, int] = field(default_factory=dict)  # leaves the prep returns as they are: their addresses
     capture_seconds: float = 0.0
     num_bytes: int = 0
 
@@ -159,12 +162,12 @@ class GlueGraphCache:
         Sync: none of its own.
         """
         self._check_open()
-        with torch.no_grad():
-            fresh = self._prep(*args)
+        fresh = self._call(self._prep, args)
         entry = self._entries.get(key)
         if entry is None or not entry.has_result:
+            trees.check_leaves(fresh, f"prep {self.name!r}")
             return fresh, None
-        changed = trees.difference(entry.result, fresh)
+        changed = trees.difference(entry.result, fresh) or _moved(entry, fresh)
         if changed is None:
             _copy_into(entry.result, fresh)
             return entry.result, None
@@ -189,8 +192,10 @@ class GlueGraphCache:
         entry = self._entries.setdefault(key, Entry())
         entry.args = args if live_args is None else live_args
         try:
-            with torch.no_grad():
-                fresh = self._recorded_prep(*args)
+            first = entry.state is State.COLD and not self._is_compiled
+            with noted_storages(_storages_of((*args, *entry.args)) if first else None) as derived:
+                fresh = self._call(self._recorded_prep, args)
+            entry.derived |= derived
             self._check_result(fresh, args)
             if keep:
                 self._keep_result(key, entry, fresh, args)
@@ -222,6 +227,7 @@ class GlueGraphCache:
         try:
             recording = self._recorder.record(lambda: self._recorded(entry.args), strict=strict)
             changed = trees.difference(entry.result, recording.outputs) if entry.has_result else None
+            changed = changed or (self._not_computed(entry, recording) if entry.has_result else None)
             if changed:
                 recording.close()
                 raise CaptureError(f"{self.name!r} at {key}: recorded another result than it warmed up to: {changed}")
@@ -282,9 +288,40 @@ class GlueGraphCache:
         self.reset()
         self._closed = True
 
+    @property
+    def _is_compiled(self) -> bool:
+        return self.contract is not None and self.contract.compile
+
     def _recorded(self, args: tuple[Any, ...]) -> Any:
         with torch.no_grad():
-            return _owned(self._recorded_prep(*args), args)
+            return _owned(self._call(self._recorded_prep, args), args)
+
+    def _call(self, prep: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call a prep with tensor objects and containers of its own, which it may reshape in place."""
+        own = [arg.fresh() if isinstance(arg, View) else trees.rebuilt(arg) for arg in args]
+        with torch.no_grad():
+            return prep(*own)
+
+    def _not_computed(self, entry: Entry, recording: Recording) -> str | None:
+        """Name a leaf that no recorded operation computes: replays would return what it held at capture.
+
+        A persistent buffer or a constant that the prep returns as it is, is fine; what it memoised of the
+        slots when it warmed up, or computed in another thread, is not.
+        """
+        warmed = trees.flatten(entry.result)[0]
+        computes = getattr(recording, "computes", lambda leaf: None)  # an engine's own recorder may not look
+        for (name, leaf), before in zip(trees.named_leaves(recording.outputs), warmed):
+            if not isinstance(leaf, torch.Tensor) or leaf.numel() == 0 or computes(leaf) is not False:
+                continue
+            storage = leaf.untyped_storage().data_ptr()
+            if storage == before.untyped_storage().data_ptr() and storage not in entry.derived:
+                entry.persistent[name] = leaf.data_ptr()
+            if storage in entry.derived or storage != before.untyped_storage().data_ptr():
+                return (
+                    f"leaf {name!r} is not computed by what was recorded: it was memoised, or made by another thread; "
+                    "compute it anew in every call, or make it before the runner is captured"
+                )
+        return None
 
     def _keep_result(self, key: Hashable, entry: Entry, fresh: Any, args: tuple[Any, ...]) -> None:
         if not entry.has_result:
@@ -312,12 +349,30 @@ class GlueGraphCache:
 
 def _owned(result: Any, args: tuple[Any, ...]) -> Any:
     """Copy leaves that lie in a slot or table: each key owns its result, and the fallback writes into it."""
-    borrowed = {tensor.untyped_storage().data_ptr() for arg in args for tensor in _tensors_of(arg)}
+    borrowed = _storages_of(args)
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone() if tensor.untyped_storage().data_ptr() in borrowed else tensor
+        # An expanded leaf has one element for many, which the fallback could not write.
+        repeated = any(stride == 0 and extent > 1 for extent, stride in zip(tensor.shape, tensor.stride()))
+        shared = tensor.untyped_storage().data_ptr() in borrowed
+        return tensor.clone(memory_format=torch.contiguous_format) if repeated or shared else tensor
 
     return trees.map_tensors(own, result)
+
+
+def _moved(entry: Entry, fresh: Any) -> str | None:
+    """Name a buffer that the prep returns as it is and that was replaced: the old one is not ours to write."""
+    if not entry.persistent:
+        return None
+    leaves = dict(trees.named_leaves(fresh))
+    for name, address in entry.persistent.items():
+        if leaves[name].data_ptr() != address:
+            return f"leaf {name!r} is another buffer than the captured one"
+    return None
+
+
+def _storages_of(args: tuple[Any, ...]) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for arg in args for tensor in _tensors_of(arg)}
 
 
 def _tensors_of(arg: Any) -> list[torch.Tensor]:

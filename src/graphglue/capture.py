@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from graphglue.core.routing import PrepFacts, Route, State
 from graphglue.core.view import View
 from graphglue.device.arena import Arena
 from graphglue.device.base import Launch, Reads
+from graphglue.errors import ContractError
 from graphglue.graphs.base import Recorder
 from graphglue.registry import Registration
 
@@ -94,6 +95,9 @@ class Unit:
         return allowed and declared.host_free and self.glue != "off" and self.certified is not False and fits
 
 
+_MAX_VIEWS = 4096
+
+
 class Views:
     """Build and keep the views of each key: one per prep, and the forward's."""
 
@@ -105,7 +109,9 @@ class Views:
         """Give the preps' views and the forward's view over the static slots at a key."""
         found = self._kept.get(key)
         if found is None:
-            found = self._kept[key] = self.over(self._arena.targets(key.bucket), key)
+            found = self.over(self._arena.targets(key.bucket), key)
+            if len(self._kept) < _MAX_VIEWS:  # an engine may hand in any number of variants
+                self._kept[key] = found
         return found
 
     def over(self, slots: dict[str, torch.Tensor], key: Key) -> tuple[list[View], View]:
@@ -151,11 +157,16 @@ class Capture:
         self.launches: dict[Key, Composed] = {}
         self._random: dict[Key, str] = {}  # which part of a key draws random numbers
 
-    def run(self, keys: Sequence[Key], progress: bool | None = None) -> list[Key]:
+    def run(self, keys: Sequence[Key], progress: bool | None = None, contain: bool = False) -> list[Key]:
         """Capture keys in the order given; return those with a recorded prep or forward.
 
         All keys warm up before the first is recorded, so that what a prep or forward grows or
         memoises is in place; the slots hold their capture values before every run.
+
+        Args:
+            keys: the keys.
+            progress: show a bar; by default on a terminal.
+            contain: quarantine a key whose prep or forward breaks its declaration, instead of raising.
 
         Raises:
             ContractError: a prep or forward does not keep what it declared.
@@ -169,12 +180,12 @@ class Capture:
         with session, self._recorder.session(), self._bar(2 * len(keys), progress) as bar:
             for key in keys:
                 self._show(bar, "warm-up", key)
-                self._warm(key)
+                with suppress(ContractError) if contain else nullcontext():  # the cache has quarantined the key
+                    self._warm(key)
             self._recorder.finish()
             for key in keys:
                 self._show(bar, "capture", key)
-                with self._hooks.key(key) if self._hooks.key else nullcontext():
-                    self._record(key)
+                self._record_in_hook(key)
         recorded = [key for key in keys if self.captured(key)]
         logger.info("capture ends: %d of %d keys, %.2f s", len(recorded), len(keys), time.perf_counter() - begin)
         return recorded
@@ -236,6 +247,18 @@ class Capture:
                 unit.cache.replay(key)
         else:
             unit.cache.warm(key, view, live_args=(live,))
+
+    def _record_in_hook(self, key: Key) -> None:
+        """Record a key inside the engine's hook; a hook that raises quarantines the key."""
+        try:
+            with self._hooks.key(key) if self._hooks.key else nullcontext():
+                self._record(key)
+        except ContractError:
+            raise
+        except Exception as error:
+            self.drop_launches([key])
+            for cache in [*(unit.cache for unit in self._units), *([self._forward] if self._forward else [])]:
+                cache.quarantine(key, f"the key hook raised {type(error).__name__}: {error}")
 
     def _record(self, key: Key) -> None:
         self._arena.fill_capture(key.bucket)

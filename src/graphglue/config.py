@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -70,6 +71,10 @@ class RunnerConfig(BaseModel):
         except ValidationError as error:
             faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             raise ConfigError(f"RunnerConfig is not usable: {faults}; known are {sorted(cls.model_fields)}") from error
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> RunnerConfig:
+        """Copy with changes, which are checked like any configuration."""
+        return RunnerConfig(**{**self.model_dump(), **(update or {})})
 
     def waste_limit_in(self, mode: Mode) -> float:
         """Give the waste limit of a mode; 0 for none.

@@ -19,16 +19,18 @@ _EXPECTED = frozenset({Reason.IDLE_EAGER, Reason.IDLE_SKIPPED, Reason.NO_FORWARD
 
 @dataclass(slots=True)
 class Tally:
-    """Count the steps of one decision at one real extent.
+    """Count the steps of one route at one bucket; all exact steps of a route share one.
 
     ``launch`` says how they run: None where preps or forward run eagerly, "" in one launch, and
     otherwise why they can not.
     """
 
     decision: Decision
-    raw: Bucket
+    bucket: Bucket | None
     launch: str | None = None
     steps: int = 0
+    real_tokens: int = 0
+    bucket_tokens: int = 0
 
 
 class Ledger:
@@ -36,34 +38,38 @@ class Ledger:
 
     def __init__(self, max_decisions: int = 32) -> None:
         self._tallies: dict[Any, Tally] = {}
-        self._last: deque[Tally] = deque(maxlen=max_decisions)
+        self._last: deque[Decision] = deque(maxlen=max_decisions)
         self._told: set[Reason] = set()
 
-    def tally(self, decision: Decision, raw: Bucket, launch: str | None = None) -> Tally:
-        """Give the counter of a decision at these real extents."""
-        key = (*_route(decision), raw, launch)
-        return self._tallies.setdefault(key, Tally(decision, raw, launch))
+    def tally(self, decision: Decision, exact: bool, launch: str | None = None) -> Tally:
+        """Give the counter of a decision; an engine meets any number of exact extents, so those share one."""
+        bucket = None if exact else decision.bucket
+        key = (*_route(decision), bucket, launch)
+        return self._tallies.setdefault(key, Tally(decision, bucket, launch))
 
-    def note(self, tally: Tally) -> None:
+    def note(self, tally: Tally, decision: Decision, raw: Bucket) -> None:
         """Count one step."""
         tally.steps += 1
-        self._last.append(tally)
+        tally.real_tokens += raw.tokens
+        tally.bucket_tokens += decision.bucket.tokens
+        self._last.append(decision)
         if tally.steps == 1:
-            self._tell(tally.decision, tally.raw)
+            self._tell(decision, raw)
 
     def counters(self) -> dict[str, Any]:
         """Give all counters, JSON-ready."""
         fields = ("prep", "forward", "reason", "forward_reason", "bucket")
-        tallies = [tally for tally in self._tallies.values() if tally.steps]
-        routes = _summed((_route(tally.decision), tally.steps) for tally in tallies)
+        # Copied in one go, because another thread may be counting.
+        tallies = [tally for tally in list(self._tallies.values()) if tally.steps]
+        routes = _summed(((*_route(tally.decision), tally.bucket), tally.steps) for tally in tallies)
         return {
             "steps": sum(tally.steps for tally in tallies),
-            "real_tokens": sum(tally.steps * tally.raw.tokens for tally in tallies),
-            "bucket_tokens": sum(tally.steps * tally.decision.bucket.tokens for tally in tallies),
+            "real_tokens": sum(tally.real_tokens for tally in tallies),
+            "bucket_tokens": sum(tally.bucket_tokens for tally in tallies),
             "one_launch": sum(tally.steps for tally in tallies if tally.launch == ""),
             "launch_fallbacks": _summed((tally.launch, tally.steps) for tally in tallies if tally.launch),
             "routes": [{**_plain(fields, route), "steps": count} for route, count in routes.items()],
-            "last_decisions": [_plain(fields, _route(tally.decision)) for tally in self._last],
+            "last_decisions": [_plain(fields, (*_route(one), one.bucket)) for one in list(self._last)],
         }
 
     def _tell(self, decision: Decision, raw: Bucket) -> None:
@@ -85,10 +91,10 @@ def _summed(counts: Iterable[tuple[Any, int]]) -> dict[Any, int]:
 
 
 def _route(decision: Decision) -> tuple[Any, ...]:
-    return decision.prep, decision.forward, decision.reason, decision.forward_reason, decision.bucket
+    return decision.prep, decision.forward, decision.reason, decision.forward_reason
 
 
 def _plain(fields: tuple[str, ...], values: tuple[Any, ...]) -> dict[str, Any]:
     plain = {name: getattr(value, "value", value) for name, value in zip(fields, values)}
-    plain["bucket"] = list(plain["bucket"])
+    plain["bucket"] = None if plain["bucket"] is None else list(plain["bucket"])
     return plain

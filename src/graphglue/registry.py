@@ -97,7 +97,7 @@ class Registry:
     def find(self, prep: Prep) -> Registration:
         """Give a callable's registration; one that declares nothing if it was not registered."""
         for registration in self._registrations.values():
-            if registration.prep is prep:
+            if registration.prep == prep:  # a bound method is a new object each time it is looked up
                 return registration
         return Registration(getattr(prep, "__name__", type(prep).__name__), prep)
 

@@ -20,12 +20,13 @@ from graphglue.core.routing import Decision, State
 from graphglue.core.slots import Slot
 from graphglue.core.tables import Tables, TableSource, check_indices
 from graphglue.core.view import View
-from graphglue.device.arena import Arena, over_capacity
+from graphglue.device.arena import Arena
 from graphglue.device.base import Reads
 from graphglue.errors import (
     CaptureError,
     ClosedError,
     ConfigError,
+    ContractError,
     GraphGlueError,
 )
 from graphglue.graphs.base import Recorder
@@ -84,6 +85,11 @@ class Runner:
             raise ConfigError("ranks: this version agrees with nobody; leave ranks out")
         if config is not None and not isinstance(config, RunnerConfig):
             raise ConfigError(f"config is a {type(config).__name__}; expected a RunnerConfig")
+        for what, given, kind in (("hooks", hooks, CaptureHooks), ("registry", registry, Registry)):
+            if given is not None and not isinstance(given, kind):
+                raise ConfigError(f"{what} is a {type(given).__name__}; expected a {kind.__name__}")
+        if not isinstance(slots, Iterable) or not isinstance(tables or {}, Mapping):
+            raise ConfigError("slots are an iterable of Slot, and tables a mapping of names to tensors")
         if forward is not None and not callable(forward):
             raise ConfigError(f"forward is a {type(forward).__name__}; expected a callable of (view, metadata)")
         self.config = config or RunnerConfig()
@@ -130,6 +136,7 @@ class Runner:
         Raises:
             CaptureError: no key could be captured, or keys are captured already.
             ContractError: a prep or forward does not keep what it declared.
+            StaleTableError: a table moved since the runner took it in.
 
         Sync: the device, once. Capturable: no.
         """
@@ -137,6 +144,7 @@ class Runner:
             self._check_open()
             if any(self._capture.captured(key) for key in self._wanted):
                 raise CaptureError("keys are captured already; call reset() first, or maintain() to retry single ones")
+            self._tables.check()
             self._wanted = self.space.keys(None if buckets is None else self._sizes(buckets))
             if not self._capture_keys(self._wanted, progress):
                 raise CaptureError(f"no key could be captured; {self._first_cause()}")
@@ -212,6 +220,12 @@ class Runner:
         """
         with self._turn:
             self._check_open()
+            skipping = [unit.name for unit in self._units if unit.declared.idle == "skip"]
+            if skipping:
+                raise ContractError(
+                    f"adopt_forward: preps {skipping} declare idle='skip', but a full graph would read the last step's "
+                    "metadata; use idle='eager' or 'glue'"
+                )
             if self._forward is not None:
                 raise ConfigError("adopt_forward: this runner captures its own forward; build it with forward=None")
             bucket = self.space.bucket(self._sizes([bucket])[0])
@@ -227,9 +241,7 @@ class Runner:
     def view(self, bucket: int | Bucket) -> View:
         """Show all slots and tables at a bucket, or at a size of the ladder."""
         self._check_open()
-        bucket = bucket if isinstance(bucket, Bucket) else self.space.bucket(bucket)
-        if not self.arena.fits(bucket):
-            raise over_capacity(bucket, self.space)
+        bucket = self.arena.bucket_of(bucket)
         return View(self.arena.targets(bucket), self._tables.tensors, bucket, self.space.modes[0], None, "runner.view")
 
     def rebind_table(self, name: str, table: TableSource) -> None:
@@ -258,7 +270,7 @@ class Runner:
             keys = [key for key in self._wanted if self._capture.missing(key)]
             if keys:
                 self._tables.check()
-                self._capture_keys(keys, progress=False)
+                self._capture_keys(keys, progress=False, repair=True)
             return [key for key in keys if not self._capture.missing(key)]
 
     def reset(self) -> None:
@@ -295,25 +307,31 @@ class Runner:
         """Give one prep's metadata as it is, and that of a list by prep name."""
         return {unit.name: result for unit, result in zip(self._units, results)} if self._several else results[0]
 
-    def _capture_keys(self, keys: Iterable[Key], progress: bool | None) -> list[Key]:
+    def _capture_keys(self, keys: Iterable[Key], progress: bool | None, repair: bool = False) -> list[Key]:
+        """Capture keys. A broken declaration fails all of a first capture, and only its key in a repair."""
         try:
             self.arena.device.enter_step()
             self._stepper.forget()
-            recorded = self._capture.run(tuple(keys), progress)
+            recorded = self._capture.run(tuple(keys), progress, contain=repair)
             for key in recorded:
                 if self._forward is not None and self._forward.state(key) is State.CAPTURED:
                     Outputs(self._forward.result(key), self._output_axes, key.bucket)  # checks the declared axes
         except BaseException:  # a broken declaration or an interrupt: no key is left half captured
-            self._drop_keys()
+            self._drop_keys(keys if repair else None)
             raise
         return recorded
 
-    def _drop_keys(self) -> None:
+    def _drop_keys(self, keys: Iterable[Key] | None = None) -> None:
         self.arena.device.synchronize()  # a graph that still runs must not lose its memory
         self._stepper.forget()
-        self._capture.drop_launches(list(self._capture.launches))
+        for key in list(self._capture.launches) if keys is None else keys:
+            self._capture.drop_launches([key])
         for cache in self._caches():
-            cache.reset()
+            if keys is None:
+                cache.reset()
+            else:
+                for key in keys:
+                    cache.drop(key)
 
     def _caches(self) -> list[GlueGraphCache]:
         forward = self._stepper.forward
@@ -325,16 +343,18 @@ class Runner:
         return Reads(device.read_event(), device.read_event(), until_forward)
 
     def _sizes(self, buckets: Iterable[int | Bucket]) -> list[int]:
+        if not isinstance(buckets, Iterable) or not (wanted := list(buckets)):
+            raise ConfigError(f"capture of {buckets!r}: expected sizes of the ladder {list(self.space.ladder)}")
         sizes = []
-        for bucket in buckets:
-            if isinstance(bucket, Bucket):
-                size = bucket.tokens if self.space.counts_tokens else bucket.requests
-            else:
-                size = bucket
-            if size not in self.space.ladder:
-                raise ConfigError(f"capture of {bucket}: the ladder has {list(self.space.ladder)}; add it there")
+        for bucket in wanted:
+            counted = self.space.counts_tokens
+            size = (bucket.tokens if counted else bucket.requests) if isinstance(bucket, Bucket) else bucket
+            known = size in self.space.ladder
+            if not known or (isinstance(bucket, Bucket) and bucket != self.space.bucket(size)):
+                sizes_known = f"the ladder has {list(self.space.ladder)}"
+                raise ConfigError(f"capture of {bucket!r}: {sizes_known}; add it there, or give one of its sizes")
             sizes.append(size)
-        return sizes
+        return list(dict.fromkeys(sizes))
 
     def _first_cause(self) -> str:
         causes = [cause for key in self._wanted for cache in self._caches() if (cause := cache.cause(key))]

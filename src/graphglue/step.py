@@ -92,12 +92,21 @@ class Outputs:
     def __init__(self, tree: Any, axes: Mapping[str, str] | str | None, bucket: Bucket) -> None:
         named = trees.named_leaves(tree)
         self._leaves, self._structure = trees.flatten(tree)
+        known = {name for name, _ in named}
+        if isinstance(axes, Mapping) and (unknown := sorted(set(axes) - known)):
+            raise ContractError(
+                f"output_axes names {unknown}, which the forward does not return; it returns {sorted(known)}"
+            )
         self._axes = [_axis_of(name, leaf, axes, bucket) for name, leaf in named]
 
     def real(self, raw: Bucket) -> Any:
         """Cut every leaf to the real rows; views, no copies."""
         cut = [
-            leaf if axis is None else leaf[: trees.ROWS[axis](raw.requests, raw.tokens)]
+            leaf.detach()
+            if axis is None and isinstance(leaf, torch.Tensor)
+            else leaf
+            if axis is None
+            else leaf[: trees.ROWS[axis](raw.requests, raw.tokens)]
             for leaf, axis in zip(self._leaves, self._axes)
         ]
         return trees.unflatten(cut, self._structure)

@@ -65,11 +65,14 @@ class Stepper:
         Raises:
             BindError: counts that contradict each other.
         """
+        if type(batch) is not Batch:
+            raise BindError(f"replay of a {type(batch).__name__}; expected a graphglue.Batch")
         # Equal values of another type (13.0, "decode") are not checked by a lookup, so they are not looked up.
         plain = (
             type(batch.num_requests) is int
             and type(batch.mode) is Mode
             and (batch.num_tokens is None or type(batch.num_tokens) is int)
+            and type(batch.features) is frozenset
             and batch.row_tokens is None
             and (batch.num_requests or not batch.sources)
         )
@@ -146,7 +149,8 @@ class Stepper:
         self._record_read("tables", not self._tables_until_forward)
         outputs = self._run_model(lane, decision, forward_view, metadata) if forward else None
         self._record_read("tables", self._tables_until_forward)
-        self.ledger.note(lane.tally if decision is lane.decision else self.ledger.tally(decision, lane.raw))
+        tally = lane.tally if decision is lane.decision else self.ledger.tally(decision, lane.facts.exact)
+        self.ledger.note(tally, decision, lane.raw)
         return self._handed_out(metadata), self._handed_out(outputs), decision, forward_view
 
     def _run_launch(self, lane: Lane, forward: bool) -> tuple[Any, Any, Decision, View]:
@@ -155,8 +159,8 @@ class Stepper:
         assert lane.forward_view is not None
         lane.launch.run()
         for unit in self._publishers:
-            unit.registration.publish(unit.cache.result(lane.decision.key))  # type: ignore[misc]
-        self.ledger.note(lane.tally)
+            unit.registration.publish(trees.rebuilt(unit.cache.result(lane.decision.key)))  # type: ignore[misc]
+        self.ledger.note(lane.tally, lane.decision, lane.raw)
         metadata = lane.metadata.tree()
         if lane.outputs is not None:
             outputs = lane.outputs.tree()
@@ -169,7 +173,7 @@ class Stepper:
 
     def _new_lane(self, batch: Batch) -> Lane:
         raw, facts, decision = self.decide(batch)
-        lane = Lane(raw, facts, decision, self.ledger.tally(decision, raw))
+        lane = Lane(raw, facts, decision, self.ledger.tally(decision, facts.exact))
         if facts.exact:
             return lane
         key = decision.key
@@ -180,8 +184,8 @@ class Stepper:
         composed = self._capture.launches.get(key) if whole else None
         if composed is not None and composed.has_forward is (decision.forward is Route.GRAPH):
             lane.launch, outputs = composed.launch, composed.outputs
-            lane.metadata = trees.Packed(self._capture.metadata(key))
-            lane.tally = self.ledger.tally(decision, raw, lane.launch.fallback or "")
+            lane.metadata = trees.Packed(trees.map_tensors(torch.Tensor.detach, self._capture.metadata(key)))
+            lane.tally = self.ledger.tally(decision, False, lane.launch.fallback or "")
         if decision.forward is Route.GRAPH:
             lane.outputs = trees.Packed(Outputs(outputs, self._output_axes, decision.bucket).real(raw))
         return lane
@@ -193,6 +197,9 @@ class Stepper:
             if lane.decision.preps[unit.name].route is Route.SKIP:
                 continue
             planned = unit.registration.plan(batch, lane.decision.bucket)  # type: ignore[misc]
+            if not isinstance(planned, Mapping):
+                seen = type(planned).__name__
+                raise BindError(f"the plan of prep {unit.name!r} returned a {seen}; expected slot names with values")
             if twice := sorted(set(planned) & set(sources)):
                 raise BindError(
                     f"slots {twice} come from the batch and from the plan of prep {unit.name!r}; leave one out"
@@ -216,10 +223,11 @@ class Stepper:
         for unit, view in zip(self._units, views):
             result, changed = unit.run(decision.preps[unit.name].route, decision.key, view)
             if unit.registration.publish is not None:
-                unit.registration.publish(result)
-            results.append(result)
+                unit.registration.publish(trees.rebuilt(result))
+            results.append(trees.rebuilt(result))
             changes.append(changed)
-        if decision.forward is Route.GRAPH and any(changes):  # the graph reads the static metadata, which is old now
+        readable = decision.forward_reason in (None, Reason.NO_FORWARD_GRAPH)
+        if readable and any(changes):  # a graph, ours or the engine's, reads the static metadata, which is old now
             decision = replace(decision, forward=Route.EAGER, forward_reason=Reason.METADATA_CHANGED)
         return self._join(results), decision
 
@@ -230,7 +238,7 @@ class Stepper:
         if self._run_forward is None:
             return None
         with torch.no_grad():
-            outputs = self._run_forward(view, metadata)
+            outputs = self._run_forward(view.fresh(), trees.rebuilt(metadata))
         return Outputs(outputs, self._output_axes, decision.bucket).real(lane.raw)
 
     def _record_read(self, what: str, now: bool) -> None:

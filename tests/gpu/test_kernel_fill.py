@@ -461,6 +461,19 @@ def test_a_source_that_reaches_into_an_adopted_slot_is_refused_after_a_known_ste
     assert step_and_compare(lane, {"x": own}) is False
 
 
+def test_an_arena_that_was_built_on_another_stream_is_filled_after_its_first_values() -> None:
+    side = torch.cuda.Stream()
+    slot = gg.Slot("x", "request", torch.int64, -1)
+    source = torch.arange(5, device=DEVICE)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(BUSY_CYCLES // 4)
+        arena = gg.Arena([slot], [8], device=DEVICE)  # fills its idle values behind the sleep
+    view = arena.fill(gg.Batch(5, {"x": source}))
+    torch.cuda.synchronize()
+    assert view.x.tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
+
+
 # Many steps behind a busy GPU: a forward appends what it saw to a log, at a counter on the device.
 
 BUCKET = 16

@@ -506,15 +506,29 @@ def not_a_source(batch: gg.Batch, case: SimpleNamespace) -> gg.Batch | None:
 
 
 def inside_another_slot(batch: gg.Batch, case: SimpleNamespace) -> gg.Batch | None:
-    """Hand in memory that the same fill writes: of another slot, or the own one but shifted."""
+    """Hand in memory of another slot, which the same fill writes."""
 
     def change(slot: gg.Slot, good: torch.Tensor) -> Any:
-        if slot.storage is not None or slot.axis == "fixed":
+        for other in case.slots:
+            if other.name == slot.name or not case.seen[other.name].is_contiguous() or not good.numel():
+                continue
+            memory = case.seen[other.name].view(-1).view(torch.uint8)
+            num_bytes = good.numel() * good.element_size()
+            if memory.numel() >= num_bytes and memory.storage_offset() % good.element_size() == 0:
+                return memory[:num_bytes].view(slot.dtype).view(good.shape)
+        return None
+
+    return _one_source(batch, case, change)
+
+
+def own_memory_shifted(batch: gg.Batch, case: SimpleNamespace) -> gg.Batch | None:
+    """Hand in the slot's own memory, but not from its start."""
+
+    def change(slot: gg.Slot, good: torch.Tensor) -> Any:
+        if not case.seen[slot.name].is_contiguous() or slot.axis == "fixed":
             return None
         memory = case.seen[slot.name].view(-1)
-        if not 0 < good.numel() < memory.numel():
-            return None
-        return memory[1 : 1 + good.numel()].view(good.shape)
+        return memory[1 : 1 + good.numel()].view(good.shape) if 0 < good.numel() < memory.numel() else None
 
     return _one_source(batch, case, change)
 
@@ -546,6 +560,7 @@ BREAKS: tuple[Break, ...] = (
     number_for_many,
     not_a_source,
     inside_another_slot,
+    own_memory_shifted,
     over_the_ladder,
     idle_with_sources,
     uneven_tokens,

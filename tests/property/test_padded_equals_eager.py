@@ -380,11 +380,16 @@ def check_against_unpadded(machine: SimpleNamespace, step: gg.Step, bucket: gg.B
 
 
 def check_addresses(machine: SimpleNamespace, step: gg.Step) -> None:
-    """Hold a key's metadata to its addresses: its forward graph reads them, whoever wrote there."""
+    """Hold a key's metadata to its addresses, outside all slots: its forward graph reads them, whoever wrote there."""
     if step.decision.forward is gg.Route.GRAPH and not machine.runner.config.clone_outputs:
         leaves = range(len(machine.program.leaves))
         seen = [machine.program.pick(step.metadata, position).data_ptr() for position in leaves]
         assert machine.addresses.setdefault(step.decision.key, seen) == seen
+        view = machine.runner.view(step.decision.bucket)
+        slots = {view[slot.name].untyped_storage().data_ptr() for slot in machine.slots}
+        for position in leaves:
+            leaf = machine.program.pick(step.metadata, position)
+            assert leaf.untyped_storage().data_ptr() not in slots or not leaf.numel()
 
 
 def check_machine(data: st.DataObject, before_replays: Callable[[], Any] = lambda: None) -> None:

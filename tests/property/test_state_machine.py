@@ -150,10 +150,10 @@ class RunnerMachine(RuleBasedStateMachine):
         self.variants = data.draw(st.sampled_from([(None,), (None,), (None,), (None, "lora")]), label="variants")
         self.config = data.draw(configs(), label="config")
         self.contracts: dict[str, gg.PrepContract | None] = {"main": data.draw(contracts("main"), label="main")}
-        if data.draw(st.integers(0, 2), label="second prep") == 0:
+        if data.draw(st.integers(0, 3), label="second prep") == 2:
             self.contracts["extra"] = data.draw(contracts("extra") | st.none(), label="extra")
         self.bound = self.current = data.draw(tables(), label="table")
-        self.has_forward = data.draw(st.integers(0, 3), label="forward") > 0
+        self.has_forward = data.draw(st.integers(0, 5), label="forward") != 3
         self.runner = self._runner(as_list=len(self.contracts) > 1 or data.draw(st.booleans(), label="list"))
         self.states: dict[gg.Key, KeyStates] = {}
         self.wanted: list[gg.Key] = []
@@ -196,6 +196,10 @@ class RunnerMachine(RuleBasedStateMachine):
             with self._refused(gg.CaptureError, "captured already"):
                 self.runner.capture()
             return
+        if self.current is not self.bound:
+            with self._refused(gg.StaleTableError, "table 'table' moved"):
+                self.runner.capture()
+            return
         sizes = data.draw(st.just(self.ladder) | subsets(self.ladder), label="sizes")
         fault = data.draw(self._faults(), label="fault")
         self.wanted = self._keys(sizes)
@@ -209,6 +213,9 @@ class RunnerMachine(RuleBasedStateMachine):
                     self.runner.capture(sizes)
         self._forget_last()
         self._check_states()
+        if fault is not None and data.draw(st.integers(0, 3), label="repair later") != 3:
+            self.serve(data)
+            self.maintain(data)
 
     @rule(data=st.data())
     def maintain(self, data: st.DataObject) -> None:
@@ -218,16 +225,17 @@ class RunnerMachine(RuleBasedStateMachine):
             with self._refused(gg.StaleTableError, "moved"):
                 self.runner.maintain()
             return
-        fault = data.draw(self._faults(), label="fault")
+        fault = data.draw(self._faults(one_in=4), label="fault")
         self._record(missing, fault)
         for key in missing:
             self.addresses.pop(key, None)
         with self.backend.failing(fault):
             repaired = self.runner.maintain()
         assert set(repaired) == {key for key in missing if not self._missing(key)}
+        self._check_states()
         if missing:
             self._forget_last()
-        self._check_states()
+            self.serve(data)
 
     @rule(data=st.data())
     def reset(self, data: st.DataObject) -> None:
@@ -533,11 +541,13 @@ class RunnerMachine(RuleBasedStateMachine):
 
     # Draws and snapshots.
 
-    def _faults(self) -> st.SearchStrategy[Fault | None]:
-        """Draw a fault, more often none."""
+    def _faults(self, one_in: int = 2) -> st.SearchStrategy[Fault | None]:
+        """Draw a fault in one of so many draws, else none."""
         who = st.sampled_from([*self.contracts] + ["forward"] * self.has_forward)
-        faults = st.builds(Fault, who, st.sampled_from(["raise", "read"]), subsets(self.ladder).map(tuple))
-        return st.integers(0, 3).flatmap(lambda one_in: faults if one_in == 3 else st.none())
+        faults = st.builds(
+            Fault, who, st.sampled_from(["read", "raise"]), (st.just(self.ladder) | subsets(self.ladder)).map(tuple)
+        )
+        return st.integers(1, one_in).flatmap(lambda n: faults if n == one_in else st.none())
 
     def _batches(self, **options: Any) -> st.SearchStrategy[gg.Batch]:
         return machine_batches(self, **options)

@@ -27,7 +27,7 @@ EAGER = decision(Route.EAGER, Reason.NOT_CAPTURED, Route.EAGER, Reason.NO_FORWAR
 
 
 def note(ledger: Ledger, decided: Decision, raw: Bucket) -> None:
-    ledger.note(ledger.tally(decided, raw))
+    ledger.note(ledger.tally(decided, exact=False), decided, raw)
 
 
 def test_a_new_ledger_is_empty() -> None:

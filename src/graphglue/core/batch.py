@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +74,10 @@ def extents_of(batch: Batch, width: int) -> Bucket:
     """
     if not isinstance(batch.mode, Mode):
         raise BindError(f"mode={batch.mode!r}: expected a graphglue.Mode, such as Mode.DECODE")
+    if not isinstance(batch.sources, Mapping):
+        raise BindError(f"sources is a {type(batch.sources).__name__}; expected a mapping of slot names to values")
+    if isinstance(batch.features, str) or not isinstance(batch.features, Collection):
+        raise BindError(f"features={batch.features!r}: expected a set of names, such as frozenset({{'lora'}})")
     try:
         hash(batch.variant)
     except TypeError:
@@ -107,6 +111,8 @@ def _idle_extents(batch: Batch, tokens: int | None) -> Bucket:
 
 
 def _ragged_extents(mode: Mode, requests: int, given: int | None, row_tokens: Sequence[int]) -> Bucket:
+    if not hasattr(row_tokens, "__len__"):
+        raise BindError(f"row_tokens={row_tokens!r}: expected the tokens of each request, in a list")
     rows = [_count(tokens, "row_tokens") for tokens in row_tokens]
     if len(rows) != requests or min(rows) < 1:
         raise BindError(

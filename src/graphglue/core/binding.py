@@ -6,6 +6,7 @@ refused batch has written nothing.
 
 from __future__ import annotations
 
+import functools
 import numbers
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from graphglue.core.slots import Axis, Number, PadValue, Slot, kind_of, widens
 from graphglue.errors import BindError
@@ -59,7 +61,7 @@ def bind_source(slot: Slot, source: Any, raw: int, rows: int, device: torch.devi
         tensor = _checked_tensor(slot, source, device)
     elif isinstance(source, np.ndarray):
         tensor = _from_array(slot, source)
-    elif isinstance(source, (numbers.Real, np.generic)):
+    elif isinstance(source, (int, float, np.generic)):
         return Write(slot, _single(slot, source, raw), raw, rows, slot.pad)
     elif isinstance(source, (list, tuple, range)):
         tensor = _from_list(slot, source)
@@ -80,6 +82,8 @@ def _checked_tensor(slot: Slot, tensor: torch.Tensor, device: torch.device) -> t
         raise _fault(slot, f"a tensor on {tensor.device}", f"one on {device} or the CPU; move it first")
     if tensor.layout is not torch.strided:
         raise _fault(slot, f"a tensor of layout {tensor.layout}", "a strided one; call .to_dense()")
+    if isinstance(tensor, FakeTensor):
+        raise _fault(slot, "a fake tensor, which has no contents", "a real one")
     if tensor.is_neg():
         raise _fault(slot, "a tensor with torch's negative bit", "plain values in memory; call .resolve_neg()")
     _check_dtype(slot, tensor.dtype)
@@ -93,6 +97,8 @@ def _checked_tensor(slot: Slot, tensor: torch.Tensor, device: torch.device) -> t
 
 
 def _from_array(slot: Slot, array: np.ndarray) -> torch.Tensor:
+    if isinstance(array, np.ma.MaskedArray):
+        raise _fault(slot, "a masked array", "a plain one; its masked elements would be written; call .filled(value)")
     dtype = _TORCH_DTYPES.get(array.dtype.newbyteorder("="))
     if dtype is None:
         raise _fault(slot, f"a numpy array of dtype {array.dtype}", f"{slot.dtype} or a dtype that widens to it")
@@ -102,15 +108,16 @@ def _from_array(slot: Slot, array: np.ndarray) -> torch.Tensor:
         raise _fault(slot, seen, "a contiguous one in native byte order; call np.ascontiguousarray")
     if not widens(dtype, slot.dtype):
         _check_range(slot, array)
-    # torch warns about arrays it could write through; the copy is rare and small.
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
+    # torch warns about arrays it could write through, and refuses odd strides of single rows; such copies are rare.
+    plain = array.flags.writeable and all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
+    return torch.from_numpy(array if plain else np.array(array))
 
 
 def _from_list(slot: Slot, values: Iterable[Any]) -> torch.Tensor:
     """Build a CPU tensor of the slot's dtype; Python numbers carry no width, so values must fit."""
     try:
         array = np.asarray(values)
-    except (ValueError, TypeError, OverflowError):  # rows of different lengths, or no numbers at all
+    except (ValueError, TypeError, RuntimeError, OverflowError):  # rows of different lengths, or no numbers at all
         array = np.empty(0, object)
     if array.size == 0 and array.dtype != object:
         return torch.empty(array.shape, dtype=slot.dtype, device="cpu")
@@ -159,11 +166,19 @@ def _check_range(slot: Slot, values: np.ndarray) -> None:
         low, high = torch.iinfo(slot.dtype).min, torch.iinfo(slot.dtype).max
     else:
         high = torch.finfo(slot.dtype).max
-        low, values = -high, values[np.isfinite(values)]
+        low, finite = -high, np.isfinite(values)
+        if not _holds_infinity(slot.dtype) and np.isinf(values).any():
+            raise _fault(slot, "an infinity", f"values that {slot.dtype} holds; it has no infinity")
+        values = values[finite]
     if values.size and (values.min() < low or values.max() > high):
         raise _fault(
             slot, f"values from {values.min()} to {values.max()}", f"values that {slot.dtype} holds, {low} to {high}"
         )
+
+
+@functools.cache
+def _holds_infinity(dtype: torch.dtype) -> bool:
+    return bool(torch.tensor(float("inf"), device="cpu").to(dtype).to(torch.float32).isinf())
 
 
 def _fault(slot: Slot, seen: str, expected: str) -> BindError:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from graphglue.errors import ConfigError
 
+_LARGEST_SIZE = 2**31 - 1
+
 
 class Bucket(NamedTuple):
     """Extents of a step, raw or captured.
@@ -81,6 +83,9 @@ class Ladder:
     def __hash__(self) -> int:
         return hash(self.sizes)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Ladder, (self.sizes,)
+
     def __repr__(self) -> str:
         return f"Ladder({list(self.sizes)})"
 
@@ -100,6 +105,8 @@ def _checked_size(size: Any) -> int:
         raise ConfigError(
             f"ladder size {size!r} ({type(size).__name__}): expected a positive integer; convert it first"
         ) from None
+    if number > _LARGEST_SIZE:
+        raise ConfigError(f"ladder size {number}: expected at most {_LARGEST_SIZE}")
     if number < 1:
         raise ConfigError(f"ladder size {number}: expected a positive integer; an IDLE step needs no size of its own")
     return number

@@ -94,6 +94,13 @@ class PrepContract(BaseModel):
             faults = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'contract'}: {e['msg']}" for e in error.errors())
             raise ContractError(f"contract {name!r} is not usable: {faults}") from error
 
+    def __hash__(self) -> int:
+        return hash(self.digest())
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> PrepContract:
+        """Copy with changes, which are checked like any declaration."""
+        return PrepContract(**{**self.model_dump(), **(update or {})})
+
     def pads_of(self, slot: str) -> tuple[PadValue, ...]:
         """Give the pad values of a slot that this prep is right for."""
         pads = self.reads[slot]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import keyword
 import math
 import operator
 from collections.abc import Callable, Iterable
@@ -13,7 +14,15 @@ import torch
 
 from graphglue.errors import ConfigError
 
-RESERVED_NAMES = frozenset({"tables", "bucket", "mode", "variant"})
+# The last ones are a mapping's own; they would hide slots from dict(view).
+RESERVED_NAMES = frozenset({"tables", "bucket", "mode", "variant", "fresh", "keys", "values", "items", "get"})
+_INTEGERS = frozenset(
+    {torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64, torch.int64}
+)
+_FLOATS = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+    | {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
+)
 
 
 class Axis(str, enum.Enum):
@@ -51,9 +60,9 @@ def kind_of(dtype: torch.dtype) -> str:
     """Name the kind of a dtype: bool, integer, float or other."""
     if dtype == torch.bool:
         return "bool"
-    if dtype.is_complex or str(dtype).startswith(("torch.q", "torch.bits")):
-        return "other"
-    return "float" if dtype.is_floating_point else "integer"
+    if dtype in _FLOATS:
+        return "float"
+    return "integer" if dtype in _INTEGERS else "other"
 
 
 def widens(source: torch.dtype, target: torch.dtype) -> bool:
@@ -181,7 +190,8 @@ class Slot:
         return value
 
     def _check_name(self) -> None:
-        if not isinstance(self.name, str) or not self.name.isidentifier() or self.name.startswith("_"):
+        named = isinstance(self.name, str) and self.name.isidentifier() and not keyword.iskeyword(self.name)
+        if not named or self.name.startswith("_"):
             raise ConfigError(
                 f"slot name {self.name!r}: expected a public Python identifier, because preps read view.<name>; "
                 "rename the slot"
@@ -196,13 +206,17 @@ class Slot:
             raise self._fault(f"inner={self.inner!r}", "a tuple of non-negative integers") from None
         if any(extent < 0 for extent in inner):
             raise self._fault(f"inner={inner}", "a tuple of non-negative integers")
+        if type(self.row_dim) is not int:
+            raise self._fault(f"row_dim={self.row_dim!r}", "an integer")
         limit = 0 if self.axis is Axis.FIXED else len(inner)
         if not 0 <= self.row_dim <= limit:
             raise self._fault(f"row_dim={self.row_dim}", f"0 to {limit}, the number of inner dimensions")
         return inner
 
     def _checked_accepts(self) -> tuple[torch.dtype, ...]:
-        accepts: Iterable[Any] = (self.accepts,) if isinstance(self.accepts, torch.dtype) else self.accepts
+        accepts: Any = (self.accepts,) if isinstance(self.accepts, torch.dtype) else self.accepts
+        if not isinstance(accepts, Iterable):
+            raise self._fault(f"accepts={accepts!r}", f"dtypes of the same kind as {self.dtype}")
         for dtype in (accepts := tuple(accepts)):
             if not isinstance(dtype, torch.dtype) or kind_of(dtype) != kind_of(self.dtype):
                 raise self._fault(f"accepts {dtype!r}", f"dtypes of the same kind as {self.dtype}")
@@ -220,7 +234,8 @@ class Slot:
             number = getattr(self, what)
             if number is not None and not (what == "capture" and callable(number)):
                 object.__setattr__(self, what, self.checked_number(number, what))
-        if self.valid is not None and not (len(self.valid) == 2 and self.valid[0] <= self.valid[1]):
+        pair = isinstance(self.valid, (tuple, list)) and len(self.valid) == 2
+        if self.valid is not None and not (pair and self.valid[0] <= self.valid[1]):
             raise self._fault(f"valid={self.valid!r}", "(low, high) with low <= high")
         if self.value is not None:
             self._check_computed()
@@ -242,6 +257,8 @@ class Slot:
             raise self._fault(f"storage {type(self.storage).__name__}", "a strided torch.Tensor")
         if self.storage.dtype != self.dtype:
             raise self._fault(f"storage of {self.storage.dtype}", f"the slot's own {self.dtype}")
+        if any(stride == 0 and extent > 1 for extent, stride in zip(self.storage.shape, self.storage.stride())):
+            raise self._fault("storage that overlaps itself", "one element of memory for each; pass .contiguous()")
         if self.storage.requires_grad:
             raise self._fault("storage that requires grad", "a plain buffer; pass storage.detach()")
 

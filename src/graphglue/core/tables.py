@@ -87,7 +87,7 @@ class Tables:
             tensor = source if isinstance(source, torch.Tensor) else _called(name, source)
             if (place := Place.of(tensor)) != self._places[name]:
                 raise StaleTableError(
-                    f"table {name!r} moved: captured graphs read {self._places[name]}, it is {place} now; "
+                    f"table {name!r} moved: graphs read {self._places[name]} since it was taken in, it is {place} now; "
                     f"call rebind_table({name!r}, tensor) and maintain(), or put the old one back"
                 )
 

@@ -62,6 +62,11 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     return [(".".join(_step(entry) for entry in path), leaf) for path, leaf in pytree.tree_flatten_with_path(tree)[0]]
 
 
+def rebuilt(tree: Any) -> Any:
+    """Give the same leaves in containers of their own."""
+    return pytree.tree_map(lambda leaf: leaf, tree)
+
+
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     """Replace every tensor of a tree."""
     return pytree.tree_map(lambda leaf: change(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)

@@ -78,3 +78,9 @@ class View(Fields):
     ) -> None:
         super().__init__(slots, reader)
         self.__dict__.update(tables=Fields(tables, reader), bucket=bucket, mode=mode, variant=variant)
+
+    def fresh(self) -> View:
+        """Build the same view with tensor objects of its own, which its reader may reshape in place."""
+        slots = {name: self[name].detach() for name in self}
+        tables = {name: self.tables[name].detach() for name in self.tables}
+        return View(slots, tables, self.bucket, self.mode, self.variant, self._reader)

@@ -17,7 +17,7 @@ from graphglue.core.slots import Axis, Computed, Slot
 from graphglue.core.view import View
 from graphglue.device.base import Device, Fill, open_device
 from graphglue.errors import BindError, CapacityError, ConfigError
-from graphglue.graphs.guard import place
+from graphglue.graphs.memory import place
 
 _ALIGNMENT_BYTES = 256  # what a GPU's own allocations give; every dtype and 16-byte access is served
 
@@ -51,6 +51,8 @@ class Arena:
         num_ranks: int = 1,
     ) -> None:
         space = ladder if isinstance(ladder, KeySpace) else KeySpace(Ladder(ladder), tokens_per_request)
+        if type(num_ranks) is not int or num_ranks < 1:
+            raise ConfigError(f"num_ranks={num_ranks!r}: expected a positive integer")
         self.space, self.num_ranks = space, num_ranks
         self.slots = _by_name(slots)
         _check_computed(self.slots.values(), space.capacity)
@@ -60,14 +62,32 @@ class Arena:
         self._starts, self._spans = self._index_storage()
         self._targets: dict[Bucket, dict[str, torch.Tensor]] = {}
         self._fills: dict[Bucket, Fill] = {}
+        self.device.enter_step()  # so that a first step on another stream comes behind this fill
         self.fill_idle(space.bucket(space.ladder.largest))
 
     def view(self, bucket: Bucket | int) -> View:
         """Show all slots at one bucket. Each starts at the slot's address; addresses never change."""
-        bucket = bucket if isinstance(bucket, Bucket) else self.space.bucket(bucket)
+        bucket = self.bucket_of(bucket)
         return View(self.targets(bucket), {}, bucket, reader="the arena's view")
 
-    def fill(self, batch: Batch, bucket: Bucket | None = None) -> View:
+    def bucket_of(self, bucket: Bucket | int) -> Bucket:
+        """Give the extents of a size of the ladder, or check those that are given.
+
+        Raises:
+            ConfigError: no size of the ladder.
+            CapacityError: more than the slots hold.
+        """
+        if not isinstance(bucket, Bucket):
+            if isinstance(bucket, int) and bucket > self.space.ladder.largest:
+                raise over_capacity(self.space.bucket(bucket), self.space)
+            if bucket not in self.space.ladder:
+                raise ConfigError(f"{bucket!r} is no size of the ladder {list(self.space.ladder)}")
+            return self.space.bucket(bucket)
+        if min(bucket) < 0 or not self.fits(bucket):
+            raise over_capacity(bucket, self.space)
+        return bucket
+
+    def fill(self, batch: Batch, bucket: Bucket | int | None = None) -> View:
         """Fill the slots for one batch, and show them at its bucket.
 
         Raises:
@@ -75,9 +95,9 @@ class Arena:
             CapacityError: the batch exceeds the ladder or a slot; nothing was written.
         """
         raw = extents_of(batch, self.space.width)
-        bucket = bucket or self.space.cover(raw)
-        if bucket is None or not self.fits(bucket):
-            raise over_capacity(bucket or raw, self.space)
+        bucket = self.space.cover(raw) if bucket is None else self.bucket_of(bucket)
+        if bucket is None:
+            raise over_capacity(raw, self.space)
         if bucket.requests < raw.requests or bucket.tokens < raw.tokens:
             raise CapacityError(
                 f"a batch of {raw} does not fit {bucket}; leave the bucket out, or give one that covers it"
@@ -294,6 +314,8 @@ class Arena:
             Computed.BUCKET_REQUESTS: bucket.requests,
             Computed.BUCKET_TOKENS: bucket.tokens,
         }[slot.value]
+        if number > torch.iinfo(slot.dtype).max:
+            raise CapacityError(f"slot {slot.name!r}: {slot.dtype} can not hold {slot.value.name} {number}")
         return Write(slot, number, raw_rows, rows, slot.pad)
 
     def _capture_write(self, slot: Slot, bucket: Bucket) -> Write:

@@ -55,6 +55,26 @@ class DoneEvent:
         """Return at once."""
 
 
+class AdoptedTape:
+    """A forward that the engine recorded itself; it stays the engine's."""
+
+    num_bytes = 0
+
+    def __init__(self, recording: TapeRecording, outputs: Any) -> None:
+        self._recording, self.outputs = recording, outputs
+
+    def computes(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a recorded operation writes the memory of a tensor."""
+        return self._recording.computes(tensor)
+
+    def replay(self) -> None:
+        """Run the recorded operations. Sync: none."""
+        self._recording.replay()
+
+    def close(self) -> None:
+        """Leave the recording to the engine."""
+
+
 class CpuDevice:
     """Run on the CPU: for truth, not for speed."""
 
@@ -92,7 +112,7 @@ class CpuDevice:
         if not isinstance(graph, TapeRecording):
             seen = type(graph).__name__
             raise CaptureError(f"a {seen} can not be adopted on the CPU; expected what Tape.record returns")
-        return graph
+        return AdoptedTape(graph, outputs)
 
     def read_event(self) -> DoneEvent:
         """Give an event that has happened."""

@@ -102,11 +102,14 @@ class PrependedLaunch:
         if reads is not None and reads.tables_until_forward:
             raise GraphGlueError("an event behind a forward that draws random numbers would need its last nodes")
         self._driver, self._filled = driver, checked(driver.cuGraphAddKernelNode(graph, None, 0, fill.params))
-        filled = self._filled
-        prepared = _add_children(graph, filled, preps)
-        _add_events(graph, reads, filled, prepared, prepared)
-        _depend(graph, prepared, roots)
-        forward.instantiate()
+        try:
+            prepared = _add_children(graph, self._filled, preps)
+            _add_events(graph, reads, self._filled, prepared, prepared)
+            _depend(graph, prepared, roots)
+            forward.instantiate()
+        except BaseException:
+            _remove_all_but(graph, roots, self._filled)
+            raise
         self._exec = driver.CUgraphExec(forward.raw_cuda_graph_exec())
 
     def run(self) -> None:
@@ -151,6 +154,17 @@ def _root_nodes(graph: Any) -> list[Any]:
 
     _, count = checked(driver.cuGraphGetRootNodes(graph, 0))
     return list(checked(driver.cuGraphGetRootNodes(graph, count))[0])
+
+
+def _remove_all_but(graph: Any, roots: Sequence[Any], filled: Any) -> None:
+    """Take a half-built front off a graph again: it goes on alone, or is the engine's."""
+    from cuda.bindings import driver
+
+    kept = {int(node) for node in roots}
+    for node in _root_nodes(graph):
+        if int(node) not in kept and int(node) != int(filled):
+            driver.cuGraphDestroyNode(node)
+    driver.cuGraphDestroyNode(filled)
 
 
 def _depend(graph: Any, first: Any, nodes: Sequence[Any]) -> None:

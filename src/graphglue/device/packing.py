@@ -23,7 +23,7 @@ _SLOT_BYTES = 64  # source 8, shape 24, fixed 32
 _SHAPE = "QIIBBBBI"
 _FIXED = struct.Struct("<QIIIIII")
 _BLOCK_BYTES = BLOCK_THREADS * 64  # four 16-byte words a thread
-_MAX_ELEMENTS = 2**32 - 1
+_MAX_ELEMENTS = 2**31 - 1
 
 # The kernel's element types; dtypes it only copies go by their size.
 _TYPES = {
@@ -74,7 +74,7 @@ class SlotLayout:
         if not uniform and target.numel():
             raise ValueError(f"slot {slot.name!r} has strides {target.stride()}, no regular blocks of rows")
         if self.outer * self.span > _MAX_ELEMENTS or self.pitch > _MAX_ELEMENTS:
-            raise ValueError(f"slot {slot.name!r} has more than 2**32 - 1 elements")
+            raise ValueError(f"slot {slot.name!r} has more than 2**31 - 1 elements")
         self.slot, self.store = slot, type_code(slot.dtype)
         self.address = target.data_ptr()
         self.num_bytes = self.outer * self.span * slot.dtype.itemsize
@@ -191,7 +191,8 @@ def _payload_regions(layouts: Sequence[SlotLayout], limit: int) -> tuple[list[in
         size = -(-layouts[position].num_bytes // 16) * 16
         if end + size <= limit:
             regions[position], end = end, end + size
-    return regions, max(16, end)
+    # In few sizes, because a kernel is compiled for each.
+    return regions, min(max(256, 1 << (end - 1).bit_length()), max(16, limit)) if end else 16
 
 
 def _blocks(target: torch.Tensor, dim: int) -> tuple[int, int, bool]:

@@ -30,6 +30,9 @@ class Recording(Protocol):
     def num_bytes(self) -> int:
         """Memory in bytes that this recording added: outputs and intermediates."""
 
+    def computes(self, tensor: torch.Tensor) -> bool | None:
+        """Tell whether recorded work writes the memory of a tensor; None where nobody looked."""
+
     def replay(self) -> None:
         """Run the recorded work on the caller's current stream. Sync: none."""
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from graphglue.errors import CaptureError, ClosedError
-from graphglue.graphs import guard
+from graphglue.graphs import guard, memory, session
 
 
 class _Holding(guard.DispatchGuard):
@@ -28,6 +28,7 @@ class _Holding(guard.DispatchGuard):
     def __init__(self, rules: guard.Guard) -> None:
         super().__init__(rules)
         self.held: dict[int, torch.UntypedStorage] = {}
+        self.written: set[int] = set()  # addresses
         self._made: set[int] = set()
 
     def perform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -36,6 +37,9 @@ class _Holding(guard.DispatchGuard):
             if storage._cdata not in self._made:
                 self.held[storage._cdata] = storage
         result = func(*args, **kwargs)
+        self.written |= memory.addresses(result) - memory.addresses((args, kwargs))
+        if func._schema.is_mutable:
+            self.written |= memory.addresses((args, kwargs))  # more than what it writes, to refuse nothing right
         self._made.update(storage._cdata for storage in _storages(result) if storage._cdata not in self.held)
         return result
 
@@ -49,7 +53,7 @@ def _storages(tree: Any) -> list[torch.UntypedStorage]:
 def _normal(leaf: Any) -> Any:
     """Give an alias that is no inference tensor, and keeps its geometry whatever happens to ``leaf``."""
     if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-        return guard.place(leaf.untyped_storage(), leaf)
+        return memory.place(leaf.untyped_storage(), leaf)
     return leaf
 
 
@@ -58,6 +62,7 @@ class CudaRecording:
 
     def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Any, num_bytes: int, held: Any, pool: Any) -> None:
         self.pool = pool
+        self._written: set[int] | None = None
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._outputs = outputs
         self._num_bytes = num_bytes
@@ -87,9 +92,13 @@ class CudaRecording:
         """Memory in bytes that the allocator reserved for this capture; 0 if the pool had enough."""
         return self._num_bytes
 
+    def computes(self, tensor: torch.Tensor) -> bool | None:
+        """Tell whether a recorded operation writes the memory of a tensor; None if it was not recorded strictly."""
+        return None if self._written is None else tensor.untyped_storage().data_ptr() in self._written
+
     def replay(self) -> None:
         """Launch the graph on the caller's current stream. Sync: none."""
-        if guard.recording():
+        if session.recording():
             raise CaptureError("a replay inside a recording is not recorded; replay after it has ended")
         self.graph.replay()
 
@@ -119,6 +128,10 @@ class AdoptedGraph:
                 "was made with keep_graph=True"
             ) from error
         self.graph, self.outputs = graph, outputs
+
+    def computes(self, tensor: torch.Tensor) -> None:
+        """Say that nobody looked."""
+        return
 
     def replay(self) -> None:
         """Launch the graph on the caller's current stream. Sync: none."""
@@ -166,7 +179,7 @@ class CudaRecorder:
     def session(self) -> Iterator[None]:
         """Make the recorder's stream current; order it after the caller's work, and the caller after it."""
         gc.collect()
-        with guard.alone("session"), guard.held_collection(), torch.cuda.device(self._device):
+        with session.alone("session"), session.held_collection(), torch.cuda.device(self._device):
             caller = torch.cuda.current_stream(self._device)
             self._stream.wait_stream(caller)
             try:
@@ -191,8 +204,8 @@ class CudaRecorder:
             CaptureError: the callable did something that can not be captured, or raised.
         """
         with ExitStack() as stack:
-            stack.enter_context(guard.alone("recording"))
-            stack.enter_context(guard.held_collection())
+            stack.enter_context(session.alone("recording"))
+            stack.enter_context(session.held_collection())
             stack.enter_context(torch.cuda.device(self._device))
             stack.enter_context(torch.cuda.stream(self._stream))
             if torch.cuda.is_current_stream_capturing():
@@ -204,9 +217,10 @@ class CudaRecorder:
             pool = self._pool
             graph, outputs = self._capture(lambda: rules.call(run, *modes), pool)
             num_bytes = max(0, torch.cuda.memory_reserved(self._device) - reserved)
-            with guard.plain():
+            with memory.plain():
                 outputs = pytree.tree_map(_normal, outputs)
             recording = CudaRecording(graph, outputs, num_bytes, holding.held, pool)
+            recording._written = holding.written if strict else None
             self._recordings.add(recording)
             return recording
 

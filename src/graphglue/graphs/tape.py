@@ -22,7 +22,7 @@ from torch._subclasses import fake_tensor
 from torch.utils import _pytree as pytree
 
 from graphglue.errors import CaptureError, ClosedError, DivergenceError, StaleTableError
-from graphglue.graphs import guard
+from graphglue.graphs import guard, memory, session
 
 # These make memory and no contents: a replay has nothing to do for them.
 _UNFILLED = frozenset(
@@ -117,7 +117,7 @@ class _Taping(guard.DispatchGuard):
             # Only the tensor object changes (unsqueeze_, set_, resize_), so it happens now, as on CUDA.
             with torch.inference_mode():
                 return func(*args, **kwargs)
-        with guard.plain():
+        with memory.plain():
             self._refuse_constant(func, args, kwargs)
             return self._note(func, args, kwargs)
 
@@ -182,7 +182,7 @@ class _Taping(guard.DispatchGuard):
         storage = self.fakes.owners.get(key) or fresh.get(key)
         if storage is None:
             storage = fresh[key] = self._allocate(out)
-        return guard.place(storage, out)
+        return memory.place(storage, out)
 
     def _allocate(self, like: torch.Tensor) -> torch.UntypedStorage:
         num_bytes = like.untyped_storage().nbytes()
@@ -198,12 +198,12 @@ class _Taping(guard.DispatchGuard):
             return leaf
         key = _geometry(leaf)
         if key not in self._aliases:
-            self._aliases[key] = guard.place(leaf.untyped_storage(), leaf)
+            self._aliases[key] = memory.place(leaf.untyped_storage(), leaf)
         return self._aliases[key]
 
     def finish(self, outputs: Any) -> TapeRecording:
         """Make the recording of what was noted."""
-        with guard.plain():
+        with memory.plain():
             frozen = pytree.tree_map(self.freeze, outputs)
         storages = [tensor.untyped_storage() for tensor in self._aliases.values()]
         unique = {storage._cdata: storage for storage in storages}.values()
@@ -212,6 +212,32 @@ class _Taping(guard.DispatchGuard):
 
 def _storage_id(out: Any) -> int:
     return out.untyped_storage()._cdata if isinstance(out, torch.Tensor) else -1
+
+
+def _written(steps: tuple[_Step, ...]) -> frozenset[int]:
+    """List the addresses of the storages that steps write: new results, and arguments changed in place."""
+    found = {twin.untyped_storage().data_ptr() for step in steps for _, twin in step.twins}
+    for step in steps:
+        schema = step.func._schema
+        for position, argument in enumerate(schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            given = step.args[position] if position < len(step.args) else step.kwargs.get(argument.name)
+            found |= memory.addresses(given)
+    return frozenset(found)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    if before == dtype:
+        yield
+        return
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 class TapeRecording:
@@ -224,6 +250,8 @@ class TapeRecording:
         self._outputs = outputs
         self._num_bytes = num_bytes
         self._addresses = tuple((storage, storage.data_ptr()) for storage in storages)
+        self._written = _written(steps)
+        self._default_dtype = torch.get_default_dtype()
 
     @property
     def outputs(self) -> Any:
@@ -236,6 +264,10 @@ class TapeRecording:
         """Memory in bytes that this recording added."""
         return self._num_bytes
 
+    def computes(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a recorded operation writes the memory of a tensor."""
+        return tensor.untyped_storage().data_ptr() in self._written
+
     def replay(self) -> None:
         """Run the recorded operations in order. Sync: none (the CPU computes at once).
 
@@ -243,11 +275,13 @@ class TapeRecording:
             StaleTableError: memory that the recording uses was reallocated by ``resize_``.
         """
         steps = self._opened()
-        if guard.recording():
+        if session.recording():
             raise CaptureError("a replay inside a recording is not recorded; replay after it has ended")
         if any(storage.data_ptr() != address for storage, address in self._addresses):
             raise StaleTableError("a tensor that this recording uses was resized and moved; record it again")
-        with torch.inference_mode():  # all tensors of the steps are normal ones: it only spares autograd
+        # All tensors of the steps are normal ones: inference mode only spares autograd. What the caller set
+        # for his own operations (autocast, the default dtype) must not reach these.
+        with torch.inference_mode(), torch.autocast("cpu", enabled=False), _default_dtype(self._default_dtype):
             for step in steps:
                 step.play()
 
@@ -273,7 +307,7 @@ class Tape:
     def session(self) -> Iterator[None]:
         """Enclose warm-ups and recordings: garbage collection is held back. Sync: none."""
         gc.collect()
-        with guard.alone("session"), guard.held_collection():
+        with session.alone("session"), session.held_collection():
             yield
 
     def finish(self) -> None:
@@ -285,7 +319,7 @@ class Tape:
         Raises:
             CaptureError: the callable did something that cannot be replayed, or raised.
         """
-        with guard.alone("recording"):
+        with session.alone("recording"):
             rules = guard.Guard(self.device)
             taping = _Taping(rules)
             outputs = rules.call(run, guard.FunctionGuard(rules), taping)

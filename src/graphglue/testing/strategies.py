@@ -206,7 +206,7 @@ def sources(draw: st.DrawFn, slot: Slot, requests: int, tokens: int, num_ranks: 
     tensor = draw(contents(dtype, shape, fits))
     if dtype == slot.dtype and slot.accepts and draw(st.booleans()):
         tensor = tensor.to(slot.accepts[0])
-    containers = [_as_is, _at_offset]
+    containers: list[Any] = [_as_is, _at_offset]
     if tensor.dtype != torch.bfloat16:
         containers += [_as_array, _as_array_at_offset, _as_read_only]
     if shape and tensor.numel():
@@ -288,7 +288,7 @@ def contracts(
         modes: the modes to choose from.
         features: features it may be audited with.
     """
-    idle = draw(st.sampled_from(["eager", "glue"]))
+    idle: Any = draw(st.sampled_from(["eager", "glue"]))
     declared = dict(outputs or {})
     return PrepContract(
         name=name,
@@ -377,7 +377,7 @@ def _as_read_only(tensor: torch.Tensor) -> np.ndarray:
     return array
 
 
-def _as_scalar(tensor: torch.Tensor) -> np.generic:
+def _as_scalar(tensor: torch.Tensor) -> Any:
     return tensor.numpy().reshape(())[()]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -132,8 +133,6 @@ def test_no_tensors_are_alike_to_none(guards: str) -> None:
 
 
 def test_the_remembered_tensors_are_not_kept_alive(guards: str) -> None:
-    import weakref
-
     tensor = torch.zeros(3)
     seen, dead = Likeness([tensor]), weakref.ref(tensor)
     del tensor

@@ -253,8 +253,10 @@ def _own(lane: Lane, name: str) -> torch.Tensor:
 
 
 def _shifted(lane: Lane, name: str, source: torch.Tensor) -> torch.Tensor:
+    """Give rows of the slot's memory that are not its first; the first where all rows are real."""
     flat = lane.targets[name].view(-1)
-    return lane.place.alias(flat[1 : 1 + source.numel()].view(source.shape))
+    start = min(1, flat.numel() - source.numel())
+    return lane.place.alias(flat[start : start + source.numel()].view(source.shape))
 
 
 def changed(sources: dict[str, Any], name: str, change: str, lane: Lane, start: int) -> dict[str, Any]:

@@ -462,7 +462,7 @@ def test_a_source_that_requires_grad_is_carried() -> None:
 
 def test_a_slot_of_more_elements_than_the_kernel_counts_is_refused() -> None:
     slot = gg.Slot("vast", "request", torch.uint8, 0, inner=(2**20,))
-    with pytest.raises(ValueError, match=r"slot 'vast' has more than 2\*\*32 - 1 elements"):
+    with pytest.raises(ValueError, match=r"slot 'vast' has more than 2\*\*31 - 1 elements"):
         SlotLayout(slot, torch.empty(2**12, 2**20, dtype=torch.uint8, device="meta"))
 
 
@@ -525,6 +525,14 @@ def test_a_host_source_of_another_float_dtype_than_the_last_is_taken(
     assert step_and_compare(lane, {"x": KINDS[first](numbers)}) is not None
 
 
+@pytest.mark.parametrize("raw", [1, 3])
+def test_a_reversed_array_is_refused_and_one_row_of_it_is_taken(monkeypatch: pytest.MonkeyPatch, raw: int) -> None:
+    """One row reversed is contiguous, though its stride is negative."""
+    lane = host_lane(HostKernel(monkeypatch), [gg.Slot("x", "request", torch.int64, 1)], raw, 4)
+    went = [step_and_compare(lane, {"x": np.arange(start, start + raw)[::-1]}) for start in (3, 8)]
+    assert (went == [None, None]) == (raw == 3)
+
+
 @pytest.mark.parametrize("given", [None, [1, 2], 5])
 def test_sources_that_are_no_mapping_are_refused_after_a_known_step_too(
     monkeypatch: pytest.MonkeyPatch, given: Any
@@ -582,7 +590,7 @@ def test_the_smaller_struct_is_launched_where_it_suffices(monkeypatch: pytest.Mo
     simulated = HostKernel(monkeypatch)
     slot = gg.Slot("x", "request", torch.int8, 0)
     lane = host_lane(simulated, [slot], 9000, 9000)
-    large = 64 + 9008
+    large = 64 + 16384  # payloads come in powers of two
     for raw, struct_bytes in ((9000, large), (4032, 4096), (4033, large), (10, 4096), (0, 4096)):
         lane.raw, lane.known = gg.Bucket(raw, raw, 1 if raw else 0), None
         for turn in range(3):  # the first is bound, the others are known

@@ -1,0 +1,57 @@
+"""Sessions: one at a time in a thread, with garbage collection held back."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from graphglue.errors import CaptureError
+
+_here = threading.local()
+
+
+@contextmanager
+def alone(what: str) -> Iterator[None]:
+    """Refuse a second ``session`` or ``recording`` inside the first, in one thread."""
+    for name in {"recording", what}:
+        if getattr(_here, name, False):
+            raise CaptureError(f"a {name} is already under way in this thread; end it before this {what}")
+    setattr(_here, what, True)
+    try:
+        yield
+    finally:
+        setattr(_here, what, False)
+
+
+def recording() -> bool:
+    """Tell whether this thread is inside a recording."""
+    return bool(getattr(_here, "recording", False))
+
+
+_gc_lock = threading.Lock()
+_gc_holders = 0
+_gc_was_enabled = False
+
+
+@contextmanager
+def held_collection() -> Iterator[None]:
+    """Hold garbage collection back; the last holder of all threads restores it.
+
+    A collection inside a capture may destroy an older graph, which the device does not allow then: the
+    capture is invalidated. It may also free memory, or run foreign finalisers.
+    """
+    global _gc_holders, _gc_was_enabled
+    with _gc_lock:
+        if not _gc_holders:
+            _gc_was_enabled = gc.isenabled()
+            gc.disable()
+        _gc_holders += 1
+    try:
+        yield
+    finally:
+        with _gc_lock:
+            _gc_holders -= 1
+            if not _gc_holders and _gc_was_enabled:
+                gc.enable()
