@@ -1077,7 +1077,7 @@ def test_an_event_is_not_reached_while_the_step_is_queued(recorder: Any) -> None
     engine.right(3)
     for features in (frozenset(), frozenset({"lora"})):
         with busy() as done:
-            step = engine.step(5, 1, features=features)
+            step = engine.step(5, 1, "array", features=features)  # an upload would wait for the device
             assert not done.query(), "the GPU was not busy: nothing was queued"
             assert not step.sources_read().query()
             assert not step.tables_read().query()
