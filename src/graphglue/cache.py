@@ -17,7 +17,7 @@ from graphglue.core.view import View
 from graphglue.device.base import open_device
 from graphglue.errors import CaptureError, ClosedError, ContractError
 from graphglue.graphs.base import Recorder, Recording
-from graphglue.graphs.memory import noted_storages
+from graphglue.graphs.memory import Derived
 
 logger = logging.getLogger("graphglue")
 
@@ -32,7 +32,6 @@ class Entry:
     has_result: bool = False
     recording: Recording | None = None
     cause: str | None = None
-    derived: set[int] = field(default_factory=set)  # storages that the first warm-up computed from slots
     persistent: dict[str, int] = field(default_factory=dict)  # leaves the prep returns as they are: their addresses
     capture_seconds: float = 0.0
     num_bytes: int = 0
@@ -77,6 +76,7 @@ class GlueGraphCache:
         self._recorder = recorder or open_device(device).recorder()
         self._warmups = max(1, warmups)
         self._entries: dict[Hashable, Entry] = {}
+        self._derived: list[Derived] = []  # what first warm-ups computed from slots
         self._closed = False
 
     @property
@@ -192,10 +192,13 @@ class GlueGraphCache:
         entry = self._entries.setdefault(key, Entry())
         entry.args = args if live_args is None else live_args
         try:
-            first = entry.state is State.COLD and not self._is_compiled
-            with noted_storages(_storages_of((*args, *entry.args)) if first else None) as derived:
+            if entry.state is State.COLD and not self._is_compiled and (keep or self._recorder.device.type == "cpu"):
+                # On a GPU a forward is not watched: it may be compiled inside, which a mode would switch off.
+                with Derived(_storages_of((*args, *entry.args))) as derived:
+                    fresh = self._call(self._recorded_prep, args)
+                self._derived.append(derived)
+            else:
                 fresh = self._call(self._recorded_prep, args)
-            entry.derived |= derived
             self._check_result(fresh, args)
             if keep:
                 self._keep_result(key, entry, fresh, args)
@@ -227,7 +230,7 @@ class GlueGraphCache:
         try:
             recording = self._recorder.record(lambda: self._recorded(entry.args), strict=strict)
             changed = trees.difference(entry.result, recording.outputs) if entry.has_result else None
-            changed = changed or (self._not_computed(entry, recording) if entry.has_result else None)
+            changed = changed or self._not_computed(entry, recording)
             if changed:
                 recording.close()
                 raise CaptureError(f"{self.name!r} at {key}: recorded another result than it warmed up to: {changed}")
@@ -298,7 +301,8 @@ class GlueGraphCache:
 
     def _call(self, prep: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call a prep with tensor objects and containers of its own, which it may reshape in place."""
-        own = [arg.fresh() if isinstance(arg, View) else trees.rebuilt(arg) for arg in args]
+        detach = torch.Tensor.detach
+        own = [arg.fresh() if isinstance(arg, View) else trees.map_tensors(detach, arg) for arg in args]
         with torch.no_grad():
             return prep(*own)
 
@@ -308,19 +312,27 @@ class GlueGraphCache:
         A persistent buffer or a constant that the prep returns as it is, is fine; what it memoised of the
         slots when it warmed up, or computed in another thread, is not.
         """
-        warmed = trees.flatten(entry.result)[0]
-        computes = getattr(recording, "computes", lambda leaf: None)  # an engine's own recorder may not look
-        for (name, leaf), before in zip(trees.named_leaves(recording.outputs), warmed):
+        # An engine's own recorder may not look at what it records.
+        computes: Any = getattr(recording, "computes", lambda leaf: None)
+        reads: set[int] = getattr(recording, "reads", set())
+        derived: set[int] = set().union(*(noted.kept() for noted in self._derived))
+        advice = "compute it anew in every call, or make it before the runner is captured"
+        if reads & derived:
+            return f"what was recorded reads memory that a warm-up computed from slots, a memoised result; {advice}"
+        named = trees.named_leaves(recording.outputs)
+        warmed = trees.flatten(entry.result)[0] if entry.has_result else [None] * len(named)
+        for (name, leaf), before in zip(named, warmed):
             if not isinstance(leaf, torch.Tensor) or leaf.numel() == 0 or computes(leaf) is not False:
                 continue
             storage = leaf.untyped_storage().data_ptr()
-            if storage == before.untyped_storage().data_ptr() and storage not in entry.derived:
-                entry.persistent[name] = leaf.data_ptr()
-            if storage in entry.derived or storage != before.untyped_storage().data_ptr():
+            kept = isinstance(before, torch.Tensor) and storage == before.untyped_storage().data_ptr()
+            if storage in derived or (entry.has_result and not kept):
                 return (
                     f"leaf {name!r} is not computed by what was recorded: it was memoised, or made by another thread; "
-                    "compute it anew in every call, or make it before the runner is captured"
+                    f"{advice}"
                 )
+            if kept:
+                entry.persistent[name] = leaf.data_ptr()
         return None
 
     def _keep_result(self, key: Hashable, entry: Entry, fresh: Any, args: tuple[Any, ...]) -> None:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
+from types import MethodType
 from typing import Any, TypeVar
 
 from graphglue.core.batch import Batch
@@ -40,6 +41,13 @@ class Registration:
     contract: PrepContract | None = None
     plan: Plan | None = None
     publish: Publish | None = None
+
+
+def _is_same(one: Prep, other: Prep) -> bool:
+    """Tell whether two callables are one; a bound method is a new object each time it is looked up."""
+    if isinstance(one, MethodType) and isinstance(other, MethodType):
+        return one.__self__ is other.__self__ and one.__func__ is other.__func__
+    return one is other
 
 
 class Registry:
@@ -97,7 +105,7 @@ class Registry:
     def find(self, prep: Prep) -> Registration:
         """Give a callable's registration; one that declares nothing if it was not registered."""
         for registration in self._registrations.values():
-            if registration.prep == prep:  # a bound method is a new object each time it is looked up
+            if _is_same(registration.prep, prep):
                 return registration
         return Registration(getattr(prep, "__name__", type(prep).__name__), prep)
 

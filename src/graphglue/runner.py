@@ -314,12 +314,23 @@ class Runner:
             self._stepper.forget()
             recorded = self._capture.run(tuple(keys), progress, contain=repair)
             for key in recorded:
-                if self._forward is not None and self._forward.state(key) is State.CAPTURED:
-                    Outputs(self._forward.result(key), self._output_axes, key.bucket)  # checks the declared axes
+                self._check_outputs(key, contain=repair)
         except BaseException:  # a broken declaration or an interrupt: no key is left half captured
             self._drop_keys(keys if repair else None)
             raise
         return recorded
+
+    def _check_outputs(self, key: Key, contain: bool) -> None:
+        """Hold a captured forward's outputs against the declared axes."""
+        if self._forward is None or self._forward.state(key) is not State.CAPTURED:
+            return
+        try:
+            Outputs(self._forward.result(key), self._output_axes, key.bucket)
+        except ContractError as error:
+            if not contain:
+                raise
+            self._capture.drop_launches([key])
+            self._forward.quarantine(key, str(error))
 
     def _drop_keys(self, keys: Iterable[Key] | None = None) -> None:
         self.arena.device.synchronize()  # a graph that still runs must not lose its memory

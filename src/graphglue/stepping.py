@@ -66,7 +66,7 @@ class Stepper:
             BindError: counts that contradict each other.
         """
         if type(batch) is not Batch:
-            raise BindError(f"replay of a {type(batch).__name__}; expected a graphglue.Batch")
+            return self._new_lane(batch)  # refuses it
         # Equal values of another type (13.0, "decode") are not checked by a lookup, so they are not looked up.
         plain = (
             type(batch.num_requests) is int
@@ -74,7 +74,7 @@ class Stepper:
             and (batch.num_tokens is None or type(batch.num_tokens) is int)
             and type(batch.features) is frozenset
             and batch.row_tokens is None
-            and (batch.num_requests or not batch.sources)
+            and (batch.num_requests > 0 or (isinstance(batch.sources, Mapping) and not batch.sources))
         )
         counts = (batch.num_requests, batch.num_tokens, batch.mode, batch.variant, batch.features)
         lane = self._lanes.get(counts) if plain else None
@@ -238,7 +238,7 @@ class Stepper:
         if self._run_forward is None:
             return None
         with torch.no_grad():
-            outputs = self._run_forward(view.fresh(), trees.rebuilt(metadata))
+            outputs = self._run_forward(view.fresh(), trees.map_tensors(torch.Tensor.detach, metadata))
         return Outputs(outputs, self._output_axes, decision.bucket).real(lane.raw)
 
     def _record_read(self, what: str, now: bool) -> None:

@@ -147,7 +147,9 @@ class RunnerMachine(RuleBasedStateMachine):
         self.given_away: list[tuple[torch.Tensor, np.ndarray]] = []
         self.ladder = sorted(set(data.draw(ggst.ladders(max_size=4, max_length=2) | st.just([2, 4]), label="ladder")))
         self.width = data.draw(st.integers(1, 3), label="width")
-        self.variants = data.draw(st.sampled_from([(None,), (None,), (None,), (None, "lora")]), label="variants")
+        self.variants = data.draw(
+            st.sampled_from([(None,), (None,), (None, "lora"), (None,), (None,)]), label="variants"
+        )
         self.config = data.draw(configs(), label="config")
         self.contracts: dict[str, gg.PrepContract | None] = {"main": data.draw(contracts("main"), label="main")}
         if data.draw(st.integers(0, 3), label="second prep") == 2:
@@ -629,9 +631,9 @@ def contracts(name: str) -> st.SearchStrategy[gg.PrepContract]:
     reads = [slot for slot in SLOTS if name == "main" or slot.name == "lens"]
     outputs = {"positions": "token", "pages": "request", "ends": "request", "more.2": "token"} if name == "main" else {}
     names = ["table"] if name == "main" else []
-    modes = (gg.Mode.DECODE, gg.Mode.VERIFY)
+    modes = [gg.Mode.VERIFY, gg.Mode.DECODE] if name == "main" else [gg.Mode.DECODE]
     drawn = ggst.contracts(reads, name=name, tables=names, outputs=outputs, modes=modes, features=["lora"])
-    freed = {"host_free": True, "padded": True, "ragged": True}
+    freed = {"host_free": True, "padded": True, "modes": frozenset(modes[:1])}
     return drawn | drawn.map(lambda contract: contract.model_copy(update=freed))
 
 

@@ -571,7 +571,7 @@ def test_declaration_a_computed_slot_too_narrow_for_an_eager_step_is_refused_unw
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        (lambda: None, "replay of a NoneType; expected a graphglue.Batch"),
+        (lambda: None, "a step of type NoneType; expected a graphglue.Batch"),
         (lambda: batch(features=None), "features=None: expected a set of names"),
         (lambda: batch(features="lora"), "features='lora': expected a set of names"),
         (lambda: batch(features=iter(["lora"])), "expected a set of names"),

@@ -72,6 +72,8 @@ def extents_of(batch: Batch, width: int) -> Bucket:
         BindError: counts that are not integers, contradict each other, or leave no request
             without being IDLE.
     """
+    if not isinstance(batch, Batch):
+        raise BindError(f"a step of type {type(batch).__name__}; expected a graphglue.Batch")
     if not isinstance(batch.mode, Mode):
         raise BindError(f"mode={batch.mode!r}: expected a graphglue.Mode, such as Mode.DECODE")
     if not isinstance(batch.sources, Mapping):

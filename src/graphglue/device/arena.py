@@ -307,6 +307,10 @@ class Arena:
         rows, raw_rows = self._rows(slot, bucket), self._rows(slot, raw)
         if slot.value is None or slot.value is Computed.RANK_COUNTS:
             values = [bucket.tokens] * self.num_ranks if counts is None else list(counts)
+            if len(values) != self.num_ranks or max(values) > torch.iinfo(slot.dtype).max:
+                raise CapacityError(
+                    f"slot {slot.name!r}: counts {values} do not fit {self.num_ranks} ranks of {slot.dtype}"
+                )
             return Write(slot, torch.tensor(values, dtype=slot.dtype, device="cpu"), rows, rows, slot.pad)
         number = {
             Computed.RAW_REQUESTS: raw.requests,

@@ -29,6 +29,7 @@ class _Holding(guard.DispatchGuard):
         super().__init__(rules)
         self.held: dict[int, torch.UntypedStorage] = {}
         self.written: set[int] = set()  # addresses
+        self.read: set[int] = set()  # addresses of what was read before anything here wrote it
         self._made: set[int] = set()
 
     def perform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -37,9 +38,12 @@ class _Holding(guard.DispatchGuard):
             if storage._cdata not in self._made:
                 self.held[storage._cdata] = storage
         result = func(*args, **kwargs)
-        self.written |= memory.addresses(result) - memory.addresses((args, kwargs))
+        given = memory.addresses((args, kwargs))
         if func._schema.is_mutable:
-            self.written |= memory.addresses((args, kwargs))  # more than what it writes, to refuse nothing right
+            self.written |= given  # more than what it writes, to refuse nothing that is right
+        else:
+            self.read |= given - self.written
+        self.written |= memory.addresses(result) - given
         self._made.update(storage._cdata for storage in _storages(result) if storage._cdata not in self.held)
         return result
 
@@ -63,6 +67,7 @@ class CudaRecording:
     def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Any, num_bytes: int, held: Any, pool: Any) -> None:
         self.pool = pool
         self._written: set[int] | None = None
+        self.reads: set[int] = set()
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._outputs = outputs
         self._num_bytes = num_bytes
@@ -221,6 +226,7 @@ class CudaRecorder:
                 outputs = pytree.tree_map(_normal, outputs)
             recording = CudaRecording(graph, outputs, num_bytes, holding.held, pool)
             recording._written = holding.written if strict else None
+            recording.reads = holding.read
             self._recordings.add(recording)
             return recording
 

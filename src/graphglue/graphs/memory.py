@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,35 +27,38 @@ def place(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
     return torch._neg_view(tensor) if like.is_neg() else tensor
 
 
-class _Noting(TorchDispatchMode):
-    """Note the memory that operations compute from some other memory, by address."""
+class Derived(TorchDispatchMode):
+    """Note the tensors that operations compute from some memory, as long as somebody keeps them.
+
+    Args:
+        sources: addresses of storages; what is computed from them, and from that, is noted.
+    """
 
     def __init__(self, sources: set[int]) -> None:
         super().__init__()
-        self._sources = sources
-        self.derived: set[int] = set()
+        self._sources, self._seen = sources, set(sources)
+        self._noted: list[weakref.ref[torch.Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = addresses((args, kwargs))
-        if given & (self._sources | self.derived):
-            written = given if func._schema.is_mutable else set()
-            self.derived |= (addresses(result) | written) - self._sources
+        given = (args, kwargs)
+        if addresses(given) & self._seen:
+            for tensor in _tensors((result, given) if func._schema.is_mutable else result):
+                self._seen.add(tensor.untyped_storage().data_ptr())
+                self._noted.append(weakref.ref(tensor))
         return result
 
+    def kept(self) -> set[int]:
+        """Give the addresses of what was noted and is still alive, the sources left out."""
+        alive = [tensor for ref in self._noted if (tensor := ref()) is not None]
+        return addresses(alive) - self._sources
 
-@contextmanager
-def noted_storages(sources: set[int] | None) -> Iterator[set[int]]:
-    """Collect the addresses of storages that operations inside compute from ``sources``; none where that is None."""
-    if sources is None:
-        yield set()
-        return
-    with _Noting(sources) as noting:
-        yield noting.derived
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    leaves = pytree.tree_leaves(tree)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
 
 
 def addresses(tree: Any) -> set[int]:
     """Give the addresses of the storages of a tree's tensors."""
-    leaves = pytree.tree_leaves(tree)
-    strided = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided)
-    return {leaf.untyped_storage().data_ptr() for leaf in strided}
+    return {tensor.untyped_storage().data_ptr() for tensor in _tensors(tree)}

@@ -227,6 +227,17 @@ def _written(steps: tuple[_Step, ...]) -> frozenset[int]:
     return frozenset(found)
 
 
+def _read_first(steps: tuple[_Step, ...]) -> frozenset[int]:
+    """List the addresses of the storages that steps read before any step has written them."""
+    written: set[int] = set()
+    read: set[int] = set()
+    for step in steps:
+        changed = _written((step,))
+        read |= memory.addresses((step.args, step.kwargs)) - written - changed
+        written |= changed
+    return frozenset(read)
+
+
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
@@ -251,6 +262,7 @@ class TapeRecording:
         self._num_bytes = num_bytes
         self._addresses = tuple((storage, storage.data_ptr()) for storage in storages)
         self._written = _written(steps)
+        self.reads = _read_first(steps)
         self._default_dtype = torch.get_default_dtype()
 
     @property
