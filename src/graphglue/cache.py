@@ -13,11 +13,13 @@ import torch
 from graphglue.core import trees
 from graphglue.core.contract import PrepContract
 from graphglue.core.routing import State
+from graphglue.core.slots import Axis
 from graphglue.core.view import View
 from graphglue.device.base import open_device
 from graphglue.errors import CaptureError, ClosedError, ContractError
 from graphglue.graphs.base import Recorder, Recording
 from graphglue.graphs.memory import Derived
+from graphglue.results import copy_into, moved, owned, storages_of
 
 logger = logging.getLogger("graphglue")
 
@@ -167,9 +169,9 @@ class GlueGraphCache:
         if entry is None or not entry.has_result:
             trees.check_leaves(fresh, f"prep {self.name!r}")
             return fresh, None
-        changed = trees.difference(entry.result, fresh) or _moved(entry, fresh)
+        changed = trees.difference(entry.result, fresh) or moved(entry.persistent, fresh)
         if changed is None:
-            _copy_into(entry.result, fresh)
+            copy_into(entry.result, fresh)
             return entry.result, None
         return fresh, changed
 
@@ -194,7 +196,7 @@ class GlueGraphCache:
         try:
             if entry.state is State.COLD and not self._is_compiled and (keep or self._recorder.device.type == "cpu"):
                 # On a GPU a forward is not watched: it may be compiled inside, which a mode would switch off.
-                with Derived(_storages_of((*args, *entry.args))) as derived:
+                with Derived(storages_of((*args, *entry.args))) as derived:
                     fresh = self._call(self._recorded_prep, args)
                 self._derived.append(derived)
             else:
@@ -297,7 +299,7 @@ class GlueGraphCache:
 
     def _recorded(self, args: tuple[Any, ...]) -> Any:
         with torch.no_grad():
-            return _owned(self._call(self._recorded_prep, args), args)
+            return owned(self._call(self._recorded_prep, args), args)
 
     def _call(self, prep: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call a prep with tensor objects and containers of its own, which it may reshape in place."""
@@ -309,7 +311,8 @@ class GlueGraphCache:
     def _not_computed(self, entry: Entry, recording: Recording) -> str | None:
         """Name a leaf that no recorded operation computes: replays would return what it held at capture.
 
-        A persistent buffer or a constant that the prep returns as it is, is fine; what it memoised of the
+        A persistent buffer or a constant that the prep returns as it is, is fine where it is not declared
+        to have a row for each token or request; what it memoised of the
         slots when it warmed up, or computed in another thread, is not.
         """
         # An engine's own recorder may not look at what it records.
@@ -326,7 +329,8 @@ class GlueGraphCache:
                 continue
             storage = leaf.untyped_storage().data_ptr()
             kept = isinstance(before, torch.Tensor) and storage == before.untyped_storage().data_ptr()
-            if storage in derived or (entry.has_result and not kept):
+            rows = self.contract is not None and self.contract.outputs.get(name, Axis.FIXED) is not Axis.FIXED
+            if rows or storage in derived or (entry.has_result and not kept):
                 return (
                     f"leaf {name!r} is not computed by what was recorded: it was memoised, or made by another thread; "
                     f"{advice}"
@@ -337,11 +341,11 @@ class GlueGraphCache:
 
     def _keep_result(self, key: Hashable, entry: Entry, fresh: Any, args: tuple[Any, ...]) -> None:
         if not entry.has_result:
-            entry.result, entry.has_result = _owned(fresh, (*args, *entry.args)), True
+            entry.result, entry.has_result = owned(fresh, (*args, *entry.args)), True
         elif changed := trees.difference(entry.result, fresh):
             raise CaptureError(f"{self.name!r} at {key}: two runs at one key returned different results: {changed}")
         else:
-            _copy_into(entry.result, fresh)
+            copy_into(entry.result, fresh)
 
     def _check_result(self, result: Any, args: tuple[Any, ...]) -> None:
         trees.check_leaves(result, f"prep {self.name!r}")
@@ -357,46 +361,3 @@ class GlueGraphCache:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"the cache of {self.name!r} was closed; build another one")
-
-
-def _owned(result: Any, args: tuple[Any, ...]) -> Any:
-    """Copy leaves that lie in a slot or table: each key owns its result, and the fallback writes into it."""
-    borrowed = _storages_of(args)
-
-    def own(tensor: torch.Tensor) -> torch.Tensor:
-        # An expanded leaf has one element for many, which the fallback could not write.
-        repeated = any(stride == 0 and extent > 1 for extent, stride in zip(tensor.shape, tensor.stride()))
-        shared = tensor.untyped_storage().data_ptr() in borrowed
-        return tensor.clone(memory_format=torch.contiguous_format) if repeated or shared else tensor
-
-    return trees.map_tensors(own, result)
-
-
-def _moved(entry: Entry, fresh: Any) -> str | None:
-    """Name a buffer that the prep returns as it is and that was replaced: the old one is not ours to write."""
-    if not entry.persistent:
-        return None
-    leaves = dict(trees.named_leaves(fresh))
-    for name, address in entry.persistent.items():
-        if leaves[name].data_ptr() != address:
-            return f"leaf {name!r} is another buffer than the captured one"
-    return None
-
-
-def _storages_of(args: tuple[Any, ...]) -> set[int]:
-    return {tensor.untyped_storage().data_ptr() for arg in args for tensor in _tensors_of(arg)}
-
-
-def _tensors_of(arg: Any) -> list[torch.Tensor]:
-    if isinstance(arg, View):
-        return [*(arg[name] for name in arg), *(arg.tables[name] for name in arg.tables)]
-    leaves = trees.flatten(vars(arg) if hasattr(arg, "__dict__") else arg)[0]
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
-def _copy_into(static: Any, fresh: Any) -> None:
-    # Inside inference mode, because a static tensor captured there refuses writes from outside it.
-    with torch.inference_mode():
-        for target, source in zip(trees.flatten(static)[0], trees.flatten(fresh)[0]):
-            if isinstance(target, torch.Tensor) and target is not source:
-                target.copy_(source)
