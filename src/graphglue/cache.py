@@ -325,9 +325,11 @@ class GlueGraphCache:
         named = trees.named_leaves(recording.outputs)
         warmed = trees.flatten(entry.result)[0] if entry.has_result else [None] * len(named)
         for (name, leaf), before in zip(named, warmed):
-            if not isinstance(leaf, torch.Tensor) or leaf.numel() == 0 or computes(leaf) is not False:
+            if not isinstance(leaf, torch.Tensor) or leaf.numel() == 0:
                 continue
-            storage = leaf.untyped_storage().data_ptr()
+            storage, computed = leaf.untyped_storage().data_ptr(), computes(leaf)
+            if computed or (computed is None and storage not in derived):
+                continue
             kept = isinstance(before, torch.Tensor) and storage == before.untyped_storage().data_ptr()
             rows = self.contract is not None and self.contract.outputs.get(name, Axis.FIXED) is not Axis.FIXED
             if rows or storage in derived or (entry.has_result and not kept):

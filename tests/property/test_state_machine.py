@@ -533,13 +533,13 @@ class RunnerMachine(RuleBasedStateMachine):
 
     def _check_states(self) -> None:
         """Compare all keys' states with those that the runner tells."""
-        told = {(k["mode"], tuple(k["bucket"]), k["variant"]): k["states"] for k in self.runner.stats()["keys"]}
+        told = {(k["mode"], tuple(k["bucket"]), k["variant"]): k for k in self.runner.stats()["keys"]}
         assert len(told) == len(self.wanted)
         for key in self.wanted:
-            states = told[key.mode.value, tuple(key.bucket), repr(key.variant)]
+            of_key = told[key.mode.value, tuple(key.bucket), repr(key.variant)]
             ours = {name: state.value for name, state in self._state(key).preps.items()}
             ours |= {"forward": self._state(key).forward.value} if self.has_forward else {}
-            assert states == ours, key
+            assert of_key["states"] == ours, f"{key}: {of_key['causes']}"
 
     # Draws and snapshots.
 

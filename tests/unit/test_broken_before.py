@@ -728,3 +728,43 @@ def test_monitoring_counters_are_read_while_steps_are_counted() -> None:
     last = ledger.counters()["last_decisions"]
     assert {one["reason"] for one in last} == {decision.reason.value}
     assert ledger.counters()["steps"] > len(last) >= 2
+
+
+def test_state_carry_an_engine_s_state_that_a_forward_reads_and_then_writes_is_no_memo() -> None:
+    """What was there before the warm-up is the engine's, however the warm-up wrote it."""
+    state = torch.zeros(4, dtype=torch.int64)
+
+    def forward(view: Any, metadata: Any) -> torch.Tensor:
+        before = state[: view.bucket.tokens].clone()
+        state[: view.bucket.tokens].add_(view.x)
+        return before + metadata["pos"]
+
+    config = gg.RunnerConfig(generic_glue=True)
+    slots = [gg.Slot("x", "token", torch.int64, 1)]
+    with gg.Runner(slots=slots, ladder=[4], prep=lambda v: {"pos": v.x - 1}, forward=forward, config=config) as runner:
+        runner.capture()
+        state.zero_()
+        for turn in range(3):
+            step = runner.replay(gg.Batch(4, {"x": [1, 2, 3, 4]}))
+            assert step.decision.forward is gg.Route.GRAPH
+            assert step.outputs.tolist() == [turn * x + x - 1 for x in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_plan_stale_a_memoised_forward_or_intermediate_is_not_replayed(early: bool) -> None:
+    """The memo may be the forward's, stand one operation before the result, or be older than the capture."""
+    memo: dict[Any, torch.Tensor] = {}
+
+    def prep(view: Any) -> dict[str, torch.Tensor]:
+        kept = memo.setdefault(view.bucket, view.x - 1)
+        return {"pos": kept if early else kept + 0}
+
+    contract = gg.PrepContract(name="p", reads={"x": 1}, modes={gg.Mode.DECODE}, outputs={"pos": "token"})
+    registry = gg.Registry()
+    registry.register(contract)(prep)
+    runner = gg.Runner(slots=[gg.Slot("x", "token", torch.int64, 1)], ladder=[4], prep="p", registry=registry)
+    if early:
+        runner.replay(gg.Batch(3, {"x": [20, 21, 22]}))
+    with pytest.raises(gg.CaptureError, match="memoised"):
+        runner.capture()
+    assert runner.replay(gg.Batch(3, {"x": [20, 21, 22]})).decision.reason is gg.Reason.QUARANTINED

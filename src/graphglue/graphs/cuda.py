@@ -98,8 +98,12 @@ class CudaRecording:
         return self._num_bytes
 
     def computes(self, tensor: torch.Tensor) -> bool | None:
-        """Tell whether a recorded operation writes the memory of a tensor; None if it was not recorded strictly."""
-        return None if self._written is None else tensor.untyped_storage().data_ptr() in self._written
+        """Say True where a recorded operation writes the memory of a tensor.
+
+        Else None: a kernel that torch did not dispatch, or a recording that was not strict, may write it.
+        """
+        seen = self._written is not None and tensor.untyped_storage().data_ptr() in self._written
+        return True if seen else None
 
     def replay(self) -> None:
         """Launch the graph on the caller's current stream. Sync: none."""

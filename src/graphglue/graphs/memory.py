@@ -37,21 +37,31 @@ class Derived(TorchDispatchMode):
     def __init__(self, sources: set[int]) -> None:
         super().__init__()
         self._sources, self._seen = sources, set(sources)
+        self._made: set[int] = set()  # what was there before is the engine's own state, however it is written
         self._noted: list[weakref.ref[torch.Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given = (args, kwargs)
-        if addresses(given) & self._seen:
+        self._made |= addresses(result) - addresses(given)
+        if addresses(given) & self._seen and not _ignores_values(func):
             for tensor in _tensors((result, given) if func._schema.is_mutable else result):
-                self._seen.add(tensor.untyped_storage().data_ptr())
-                self._noted.append(weakref.ref(tensor))
+                address = tensor.untyped_storage().data_ptr()
+                if address in self._made:
+                    self._seen.add(address)
+                    self._noted.append(weakref.ref(tensor))
         return result
 
     def kept(self) -> set[int]:
         """Give the addresses of what was noted and is still alive, the sources left out."""
         alive = [tensor for ref in self._noted if (tensor := ref()) is not None]
         return addresses(alive) - self._sources
+
+
+def _ignores_values(func: Any) -> bool:
+    """Tell whether an operation takes only the geometry of its arguments."""
+    name = func._schema.name.removeprefix("aten::")
+    return name.startswith(("new_", "empty_like", "zeros_like", "ones_like", "full_like"))
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
