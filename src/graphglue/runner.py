@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any
@@ -27,12 +26,12 @@ from graphglue.errors import (
     ClosedError,
     ConfigError,
     ContractError,
-    GraphGlueError,
 )
 from graphglue.graphs.base import Recorder
 from graphglue.registry import Prep, Registry
 from graphglue.step import Outputs, Prepared, Step, checked_axes
 from graphglue.stepping import Stepper
+from graphglue.turn import Turn
 
 
 class Runner:
@@ -115,7 +114,7 @@ class Runner:
             self._output_axes, self.config, self._join, self._reads,
         )  # fmt: skip
         self._wanted: tuple[Key, ...] = ()
-        self._turn = _Turn()
+        self._turn = Turn()
         self._closed = False
 
     @property
@@ -397,26 +396,3 @@ class Runner:
 
 def _engine_forward(*_: object) -> None:
     raise CaptureError("the engine captured this forward; graphglue can not run it eagerly")
-
-
-class _Turn:
-    """Let one thread in at a time, and refuse a second one instead of making it wait."""
-
-    __slots__ = ("_lock", "end")
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.end = self._lock.release
-
-    def take(self) -> None:
-        if not self._lock.acquire(False):
-            raise GraphGlueError(
-                "the runner is in use, by another thread or by its own prep or forward; two steps can not share one "
-                "set of slots: give each thread its own Runner"
-            )
-
-    def __enter__(self) -> None:
-        self.take()
-
-    def __exit__(self, *_: object) -> None:
-        self.end()

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import event
+from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
@@ -140,6 +140,8 @@ class KeyStates:
 class RunnerMachine(RuleBasedStateMachine):
     """One runner, its tables, and the model of both."""
 
+    num_preps = 1
+
     @initialize(data=st.data())
     def build(self, data: st.DataObject) -> None:
         """Construct a runner."""
@@ -152,7 +154,7 @@ class RunnerMachine(RuleBasedStateMachine):
         )
         self.config = data.draw(configs(), label="config")
         self.contracts: dict[str, gg.PrepContract | None] = {"main": data.draw(contracts("main"), label="main")}
-        if data.draw(st.integers(0, 3), label="second prep") == 2:
+        if self.num_preps == 2:
             self.contracts["extra"] = data.draw(contracts("extra") | st.none(), label="extra")
         self.bound = self.current = data.draw(tables(), label="table")
         self.has_forward = data.draw(st.integers(0, 5), label="forward") != 3
@@ -651,4 +653,13 @@ def configs(draw: st.DrawFn) -> gg.RunnerConfig:
     )
 
 
-TestRunnerMachine = RunnerMachine.TestCase
+class HybridMachine(RunnerMachine):
+    """A runner with two preps, each routed alone."""
+
+    num_preps = 2
+
+
+# Each takes half of the profile's examples, and its step count.
+TestOnePrep = RunnerMachine.TestCase
+TestTwoPreps = HybridMachine.TestCase
+TestOnePrep.settings = TestTwoPreps.settings = settings(max_examples=settings.default.max_examples // 2)
