@@ -663,3 +663,22 @@ class HybridMachine(RunnerMachine):
 TestOnePrep = RunnerMachine.TestCase
 TestTwoPreps = HybridMachine.TestCase
 TestOnePrep.settings = TestTwoPreps.settings = settings(max_examples=settings.default.max_examples // 2)
+
+
+def test_a_forward_reads_what_a_repaired_prep_computes() -> None:
+    """The rarest path of the machine, walked once for sure: refused while recording, repaired, replayed."""
+    backend, registry = Backend(), gg.Registry()
+    contract = gg.PrepContract(name="extra", reads={"lens": (1, 0)}, modes={gg.Mode.DECODE})
+    registry.register(contract)(backend.extra)
+    with gg.Runner(
+        slots=SLOTS[:1], ladder=[2], prep="extra", registry=registry, forward=lambda view, metadata: metadata * 2
+    ) as runner:
+        with backend.failing(Fault("extra", "read", (2,))):
+            runner.capture()
+        step = runner.replay(gg.Batch(2, {"lens": [1, 2]}))
+        assert (step.decision.reason, step.decision.forward) == (gg.Reason.QUARANTINED, gg.Route.GRAPH)
+        assert step.outputs.tolist() == [2, 4]
+        assert len(runner.maintain()) == 1
+        step = runner.replay(gg.Batch(2, {"lens": [3, 1]}))
+        assert (step.decision.prep, step.decision.forward) == (gg.Route.GLUE, gg.Route.GRAPH)
+        assert step.outputs.tolist() == [6, 2]

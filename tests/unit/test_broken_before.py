@@ -768,3 +768,25 @@ def test_plan_stale_a_memoised_forward_or_intermediate_is_not_replayed(early: bo
     with pytest.raises(gg.CaptureError, match="memoised"):
         runner.capture()
     assert runner.replay(gg.Batch(3, {"x": [20, 21, 22]})).decision.reason is gg.Reason.QUARANTINED
+
+
+def test_plan_stale_a_constant_in_memory_that_was_freed_is_no_memo() -> None:
+    """A constant may be made where a temporary of the slots lay; addresses come back."""
+    memo: dict[Any, torch.Tensor] = {}
+
+    def prep(view: Any) -> dict[str, torch.Tensor]:
+        (view.x + 1).sum()  # freed at once
+        if view.bucket not in memo:
+            memo[view.bucket] = torch.arange(view.bucket.tokens) * 3
+        return {"pos": view.x + memo[view.bucket]}
+
+    contract = gg.PrepContract(name="p", reads={"x": 1}, modes={gg.Mode.DECODE}, outputs={"pos": "token"})
+    registry = gg.Registry()
+    registry.register(contract)(prep)
+    slots = [gg.Slot("x", "token", torch.int64, 1)]
+    with gg.Runner(slots=slots, ladder=[1, 2, 4, 8], prep="p", registry=registry) as runner:
+        runner.capture()
+        for size in (1, 2, 4, 8):
+            step = runner.replay(gg.Batch(size, {"x": torch.arange(size)}))
+            assert step.decision.prep is gg.Route.GLUE
+            assert step.metadata["pos"].tolist() == [4 * row for row in range(size)]

@@ -43,7 +43,9 @@ class Derived(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given = (args, kwargs)
-        self._made |= addresses(result) - addresses(given)
+        fresh = addresses(result) - addresses(given)
+        self._seen -= fresh  # new memory: what was seen at this address before has been freed
+        self._made |= fresh
         if addresses(given) & self._seen and not _ignores_values(func):
             for tensor in _tensors((result, given) if func._schema.is_mutable else result):
                 address = tensor.untyped_storage().data_ptr()
