@@ -318,6 +318,7 @@ class GlueGraphCache:
         # An engine's own recorder may not look at what it records.
         computes: Any = getattr(recording, "computes", lambda leaf: None)
         reads: set[int] = getattr(recording, "reads", set())
+        self._derived = [noted for noted in self._derived if noted.kept()]  # what was dropped is no memo
         derived: set[int] = set().union(*(noted.kept() for noted in self._derived))
         advice = "compute it anew in every call, or make it before the runner is captured"
         if reads & derived:

@@ -78,6 +78,7 @@ class Registry:
                 raise ContractError(f"prep {contract.name!r}: {what} is a {type(hook).__name__}; expected a callable")
 
         def keep(prep: PrepT) -> PrepT:
+            """Check the prep, keep it, and give it back."""
             if not callable(prep):
                 raise ContractError(f"prep {contract.name!r} is a {type(prep).__name__}; expected a callable of a view")
             if not contract.name:

@@ -102,8 +102,7 @@ class Stepper:
         key = Key(batch.mode, *(raw if facts.exact or bucket is None else bucket), None, batch.variant)
         preps = {unit.name: unit.facts(key) for unit in self._units}
         decision = route(facts, preps, key, None if self.forward is None else self.forward.state(key))
-        whole = all(prep.route is Route.GLUE for prep in decision.preps.values())
-        if decision.forward is Route.GRAPH and key in self._capture.used_up and not whole:
+        if decision.forward is Route.GRAPH and decision.prep is not Route.GLUE and key in self._capture.used_up:
             decision = replace(decision, forward=Route.EAGER, forward_reason=Reason.NO_FORWARD_GRAPH)
         return raw, facts, decision
 
@@ -122,10 +121,10 @@ class Stepper:
         for known in lane.known:
             if lane.fill.load_known(known, batch.sources):  # type: ignore[union-attr]
                 return None
-        if lane.facts.bucket is None and (self._run_forward is None or not forward_needed):
+        scratch = lane.facts.bucket is None
+        if scratch and (self._run_forward is None or not forward_needed):
             raise over_capacity(lane.raw, self._arena.space)
         sources = self._planned(lane, batch) if self._plans else batch.sources
-        scratch = lane.facts.bucket is None
         writes = self._arena.bind(sources, lane.raw, lane.decision.bucket, scratch=scratch)
         if lane.fill is None:
             return writes
@@ -180,8 +179,8 @@ class Stepper:
         lane.fill = self._arena.fill_of(decision.bucket)
         lane.views, lane.forward_view = self._views.of(key)
         outputs = self.forward.result(key) if self.forward is not None else None
-        whole = all(prep.route is Route.GLUE for prep in decision.preps.values())
-        composed = self._capture.launches.get(key) if whole else None
+        # The weakest prep names the decision, so all of them are glued.
+        composed = self._capture.launches.get(key) if decision.prep is Route.GLUE else None
         if composed is not None and composed.has_forward is (decision.forward is Route.GRAPH):
             lane.launch, outputs = composed.launch, composed.outputs
             lane.metadata = trees.Packed(trees.map_tensors(torch.Tensor.detach, self._capture.metadata(key)))
