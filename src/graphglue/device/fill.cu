@@ -28,7 +28,7 @@ struct Fixed {  // set when the graph is built
     u64 target;
     u32 span, inner, outer, target_pitch;
     u32 store;
-    u32 first_block;
+    u32 blocks;
 };
 
 struct Params {
@@ -134,13 +134,14 @@ __device__ void fill_words(const Shape s, const Fixed f, const u8* source, u32 t
 }
 
 extern "C" __global__ void graphglue_fill(const __grid_constant__ Params p) {
-    u32 slot = 0;
-    while (slot + 1 < SLOTS && blockIdx.x >= p.fixed[slot + 1].first_block) slot++;
+    // One row of blocks for each slot, so that nothing is looked for: every read of the struct that is
+    // waited for costs about a microsecond, because it is new at every step.
+    const u32 slot = blockIdx.y;
     const Shape s = p.shape[slot];
     const Fixed f = p.fixed[slot];
-    const u32 last = slot + 1 < SLOTS ? p.fixed[slot + 1].first_block : gridDim.x;
-    const u32 thread = (blockIdx.x - f.first_block) * blockDim.x + threadIdx.x;
-    const u32 threads = (last - f.first_block) * blockDim.x;
+    if (blockIdx.x >= f.blocks) return;
+    const u32 thread = blockIdx.x * blockDim.x + threadIdx.x;
+    const u32 threads = f.blocks * blockDim.x;
     const u64 where = p.source[slot];
     const u8* source = s.kind == INLINE ? p.payload + where : (const u8*)where;
     const bool wide = f.outer == 1 && s.kind != CONSTANT && s.load == f.store && s.rule == PAD && aligned(source) &&

@@ -99,19 +99,20 @@ def _nvrtc_bytes(program: Any, size: Any, read: Any) -> bytes:
     return text
 
 
-def node_params(function: Any, num_blocks: int, kernel_params: int) -> Any:
+def node_params(function: Any, num_blocks: int, num_slots: int, kernel_params: int) -> Any:
     """Build the parameters of a launch or a graph node.
 
     Args:
         function: the loaded kernel.
-        num_blocks: blocks of ``BLOCK_THREADS`` threads.
+        num_blocks: blocks of ``BLOCK_THREADS`` threads that the largest slot takes.
+        num_slots: slots; each has a row of blocks.
         kernel_params: the address of the array of parameter addresses; it must outlive the result.
     """
     from cuda.bindings import driver
 
     params = driver.CUDA_KERNEL_NODE_PARAMS()
     params.func = function
-    params.gridDimX, params.gridDimY, params.gridDimZ = num_blocks, 1, 1
+    params.gridDimX, params.gridDimY, params.gridDimZ = num_blocks, num_slots, 1
     params.blockDimX, params.blockDimY, params.blockDimZ = BLOCK_THREADS, 1, 1
     params.sharedMemBytes = 0
     params.kernelParams = kernel_params

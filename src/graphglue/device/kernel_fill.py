@@ -109,11 +109,11 @@ class KernelFill:
         if limit < 16 or not layouts:
             raise kernel.KernelUnavailable(f"{len(layouts)} slots do not fit the kernel's parameters")
         self._fill = FillParams(layouts, limit // 16 * 16)
-        self._small_payload = max(16, (kernel.SMALL_BYTES - head_bytes) // 16 * 16)
-        large = self._fill.payload_bytes
-        self._small = self._node_params(device, min(self._small_payload, large))
-        self._large = self._small if large <= self._small_payload else self._node_params(device, large)
-        self.params = self._large  # what the node is given: the smaller struct where it suffices
+        small, large = max(16, (kernel.SMALL_BYTES - head_bytes) // 16 * 16), self._fill.payload_bytes
+        # Each launch copies the struct, so a step is given the smallest one that holds its host sources.
+        sizes = sorted({min(size, large) for size in (16, small, large)})
+        self._structs = [(size, self._node_params(device, size)) for size in sizes]
+        self.params = self._structs[-1][1]
         self._blocks: Any = ()
         self._sources: Any = ()
 
@@ -122,7 +122,7 @@ class KernelFill:
         self._blocks = []
         writes = [_converted(write) for write in writes]
         self._fill.pack(writes, self._stage)
-        self._choose_struct(self._fill.inline_end)
+        self.params = next(params for size, params in self._structs if self._fill.inline_end <= size)
         self._sources = [write.source for write in writes if isinstance(write.source, torch.Tensor)]
         if sum(source.nbytes for source in self._sources) > HEAVY_BYTES:
             self._in_flight.expect_heavy()
@@ -189,9 +189,6 @@ class KernelFill:
     def _in_a_slot(self, address: int, size: int) -> bool:
         return any(address < end and start < address + size for start, end in self._owned)
 
-    def _choose_struct(self, inline_end: int) -> None:
-        self.params = self._small if inline_end <= self._small_payload else self._large
-
     def _host_source(self, position: int, write: Write, source: Any) -> HostSource | None:
         """Know a host source that numpy can copy into the parameters as it is."""
         if not isinstance(write.source, torch.Tensor) or not widens(write.source.dtype, write.slot.dtype):
@@ -213,7 +210,7 @@ class KernelFill:
     def _node_params(self, device: torch.device, payload_bytes: int) -> Any:
         num_slots = len(self._fill.layouts)
         function = kernel.load_fill(device.index, num_slots, payload_bytes, kernel.source_hash())
-        return kernel.node_params(function, max(1, self._fill.num_blocks), self._fill.kernel_params)
+        return kernel.node_params(function, max(1, self._fill.num_blocks), num_slots, self._fill.kernel_params)
 
 
 def _converted(write: Write) -> Write:

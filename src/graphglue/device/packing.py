@@ -105,11 +105,10 @@ class FillParams:
         self._sources = struct.Struct(f"<{count}Q")
         self._shapes = struct.Struct("<" + _SHAPE * count)
         self._shape_start, fixed_start = 8 * count, 32 * count
-        self.num_blocks = 0
+        self.num_blocks = max((layout.num_blocks for layout in layouts), default=0)  # of the largest slot
         for position, layout in enumerate(layouts):
-            extents = (layout.span, layout.inner, layout.outer, layout.pitch, layout.store, self.num_blocks)
+            extents = (layout.span, layout.inner, layout.outer, layout.pitch, layout.store, layout.num_blocks)
             _FIXED.pack_into(self.buffer, fixed_start + 32 * position, layout.address, *extents)
-            self.num_blocks += layout.num_blocks
         self._host = [self._host_view(layout, offset) for layout, offset in zip(layouts, self._regions)]
         self._pads = [bits_of(_number(slot.pad), slot.dtype) for slot in (layout.slot for layout in layouts)]
         self.inline_end = 0

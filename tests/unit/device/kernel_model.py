@@ -58,7 +58,7 @@ class SlotParams(NamedTuple):
     outer: int
     target_pitch: int
     store: int
-    first_block: int
+    blocks: int
 
 
 def read_params(params: bytes, num_slots: int) -> list[SlotParams]:
@@ -73,18 +73,11 @@ def read_params(params: bytes, num_slots: int) -> list[SlotParams]:
 
 
 def interpret(params: bytes, num_slots: int, num_blocks: int) -> None:
-    """Fill what the struct says. A slot that no block is given to stays as it is, as on the GPU."""
+    """Fill what the struct says. A slot that is given too few blocks stays as it is."""
     slots, payload = read_params(params, num_slots), params[64 * num_slots :]
-    for slot in sorted({_slot_of(slots, block) for block in range(num_blocks)}):
-        _fill(slots[slot], payload)
-
-
-def _slot_of(slots: Sequence[SlotParams], block: int) -> int:
-    """Find the slot of a block: the one before the first that starts behind it."""
-    for position in range(1, len(slots)):
-        if block < slots[position].first_block:
-            return position - 1
-    return len(slots) - 1
+    for slot in slots:
+        if 0 < slot.blocks <= num_blocks:
+            _fill(slot, payload)
 
 
 def _fill(slot: SlotParams, payload: bytes) -> None:
@@ -174,7 +167,7 @@ static unsigned __float_as_uint(float f) { return as<unsigned>(f); }
 static float __uint_as_float(unsigned u) { return as<float>(u); }
 static double __longlong_as_double(long long l) { return as<double>(l); }
 static long long __double_as_longlong(double d) { return as<long long>(d); }
-static struct { unsigned x; } blockIdx, threadIdx, blockDim, gridDim;
+static struct { unsigned x, y; } blockIdx, threadIdx, blockDim, gridDim;
 
 static float from_half(unsigned short h) {
     const int exponent = h >> 10 & 31, mantissa = h & 1023;
@@ -214,10 +207,10 @@ static void ptx(const char* text, float& value, unsigned short& half, unsigned l
 _ENTRY = r"""
 extern "C" unsigned struct_bytes() { return sizeof(Params); }
 extern "C" void run(const Params* params, unsigned blocks, unsigned threads) {
-    gridDim.x = blocks, blockDim.x = threads;
-    for (unsigned block = 0; block < blocks; block++)
+    gridDim.x = blocks, gridDim.y = SLOTS, blockDim.x = threads;
+    for (unsigned block = 0; block < blocks * SLOTS; block++)
         for (unsigned thread = 0; thread < threads; thread++) {
-            blockIdx.x = block, threadIdx.x = thread;
+            blockIdx.x = block % blocks, blockIdx.y = block / blocks, threadIdx.x = thread;
             graphglue_fill(*params);
         }
 }
@@ -318,7 +311,8 @@ class HostKernel:
         pool: Any = PinnedPool()
         return KernelFill(slots, targets, torch.device("cpu"), order, pool, owned)
 
-    def _node_params(self, function: Any, num_blocks: int, kernel_params: int) -> Any:
+    def _node_params(self, function: Any, num_blocks: int, num_slots: int, kernel_params: int) -> Any:
+        assert num_slots == function.num_slots
         return SimpleNamespace(function=function, num_blocks=num_blocks, kernel_params=kernel_params)
 
     def _launch(self, params: Any, stream: int) -> None:

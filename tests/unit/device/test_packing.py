@@ -382,7 +382,7 @@ def test_empty_slots_take_no_block_from_the_others() -> None:
     bucket = gg.Bucket(4, 4, 1)
     targets = arena.targets(bucket)
     params = FillParams([SlotLayout(slot, targets[slot.name]) for slot in slots], 4096)
-    assert params.num_blocks == 2
+    assert params.num_blocks == 1
     fill_and_compare(params, arena.bind({}, gg.Bucket(0, 0, 0), bucket), targets, run_interpreter)
 
 
@@ -392,8 +392,8 @@ def test_large_slots_get_more_blocks_and_every_block_has_one_slot() -> None:
     bucket = gg.Bucket(8, 8, 1)
     targets = arena.targets(bucket)
     params = FillParams([SlotLayout(slot, targets[slot.name]) for slot in slots], 256)
-    firsts = [slot.first_block for slot in read_params(params.buffer, 3)]
-    assert (firsts, params.num_blocks) == ([0, 1, 6], 7)  # 72,000 bytes at 16 KiB a block
+    blocks = [slot.blocks for slot in read_params(params.buffer, 3)]
+    assert (blocks, params.num_blocks) == ([1, 5, 1], 5)  # 72,000 bytes at 16 KiB a block
 
 
 # Where host sources go.
@@ -586,12 +586,12 @@ def test_any_sequence_of_steps_is_refused_or_right(monkeypatch: pytest.MonkeyPat
         step_and_compare(lane, sources)
 
 
-def test_the_smaller_struct_is_launched_where_it_suffices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_smallest_struct_that_suffices_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = HostKernel(monkeypatch)
     slot = gg.Slot("x", "request", torch.int8, 0)
     lane = host_lane(simulated, [slot], 9000, 9000)
     large = 64 + 16384  # payloads come in powers of two
-    for raw, struct_bytes in ((9000, large), (4032, 4096), (4033, large), (10, 4096), (0, 4096)):
+    for raw, struct_bytes in ((9000, large), (4032, 4096), (4033, large), (17, 4096), (16, 64 + 16), (0, 64 + 16)):
         lane.raw, lane.known = gg.Bucket(raw, raw, 1 if raw else 0), None
         for turn in range(3):  # the first is bound, the others are known
             sources = {"x": torch.full((raw,), turn, dtype=torch.int8).numpy()} if raw else {}
