@@ -6,6 +6,7 @@ each combination and looked up afterwards; whatever changes a state clears the l
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from graphglue.core import trees
 from graphglue.core.buckets import Bucket
 from graphglue.core.routing import Decision, StepFacts
 from graphglue.core.view import View
-from graphglue.device.base import Fill, Launch
+from graphglue.device.base import Fill, Launch, Take
 from graphglue.ledger import Tally
 
 
@@ -27,9 +28,16 @@ class Lane:
         views, forward_view: over the static slots; None where the step has slots of its own.
         fill: the bucket's fill; None where the step is filled into other tensors.
         launch: all in one, where every prep is glued; None where they run one by one.
-        known: how the last steps' sources were bound, where one like them need not be bound again.
+        known: what takes in sources like those of the last steps without binding them.
         outputs, metadata: the static results, narrowed; None where they are fresh each time.
         tally: counts the steps.
+        whole: runs the step where it is one launch and nothing else; gives metadata, outputs, decision, view.
+        shadow: counts and samples the steps; None where no prep is glued, or the config does not ask for it.
+        young: the first steps of the key are not over.
+        stated, agreed, last: with ranks, of a lane that this rank would take alone: the facts it states, the lanes
+            that it took by what was agreed, and the last of them.
+        rank_counts, meeting: with ranks, of a lane that was agreed: the padded counts where they differ, and how
+            the rows of all ranks meet in an eager step.
     """
 
     raw: Bucket
@@ -40,9 +48,17 @@ class Lane:
     forward_view: View | None = None
     fill: Fill | None = None
     launch: Launch | None = None
-    known: list[Any] = field(default_factory=list)
+    known: list[Take] = field(default_factory=list)
     outputs: trees.Packed | None = None
     metadata: trees.Packed | None = None
+    whole: Callable[[], tuple[Any, Any, Decision, View]] | None = None
+    shadow: Any = None
+    young: bool = False
+    stated: Any = None
+    agreed: dict[Any, Lane] = field(default_factory=dict)
+    last: Lane | None = None
+    rank_counts: Sequence[int] | None = None
+    meeting: Any = None
 
 
 class Lanes:
@@ -51,13 +67,7 @@ class Lanes:
     def __init__(self, max_lanes: int = 4096) -> None:
         self._max_lanes = max_lanes
         self._kept: dict[Any, Lane] = {}
-
-    def get(self, key: Any) -> Lane | None:
-        """Find a lane; None if there is none, or the key can not be looked up."""
-        try:
-            return self._kept.get(key)
-        except TypeError:  # an engine's features as a plain set
-            return None
+        self.get: Callable[[Any], Lane | None] = self._kept.get  # raises TypeError for what can not be looked up
 
     def keep(self, key: Any, lane: Lane) -> None:
         """Keep a lane; all are dropped where an engine makes more of them than serve."""

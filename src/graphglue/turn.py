@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Callable
 
 from graphglue.errors import GraphGlueError
 
@@ -10,26 +12,25 @@ from graphglue.errors import GraphGlueError
 class Turn:
     """Let one thread in at a time, and refuse a second one instead of making it wait."""
 
-    __slots__ = ("_lock", "end")
+    __slots__ = ("end", "take")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.end = self._lock.release
-
-    def take(self) -> None:
-        """Begin a turn.
-
-        Raises:
-            GraphGlueError: somebody else's turn has not ended.
-        """
-        if not self._lock.acquire(False):
-            raise GraphGlueError(
-                "the runner is in use, by another thread or by its own prep or forward; two steps can not share one "
-                "set of slots: give each thread its own Runner"
-            )
+        lock = threading.Lock()
+        # Called straight at every step, without a method of our own between.
+        self.take: Callable[[], bool] = functools.partial(lock.acquire, False)
+        self.end: Callable[[], None] = lock.release
 
     def __enter__(self) -> None:
-        self.take()
+        if not self.take():
+            raise in_use()
 
     def __exit__(self, *_: object) -> None:
         self.end()
+
+
+def in_use() -> GraphGlueError:
+    """Say that somebody else's turn has not ended."""
+    return GraphGlueError(
+        "the runner is in use, by another thread or by its own prep or forward; two steps can not share one "
+        "set of slots: give each thread its own Runner"
+    )

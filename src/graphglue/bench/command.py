@@ -21,7 +21,14 @@ from graphglue.errors import ConfigError
 _WIDTH = 200  # of tables that go to a file
 
 
-def parsed(device: str, steps: int | None, buckets: str | None, only: str | None, peers: Sequence[str]) -> Settings:
+def parsed(
+    device: str,
+    steps: int | None,
+    buckets: str | None,
+    only: str | None,
+    peers: Sequence[str],
+    trace: Path | None = None,
+) -> Settings:
     """Read the options as they were typed.
 
     Raises:
@@ -38,7 +45,7 @@ def parsed(device: str, steps: int | None, buckets: str | None, only: str | None
         if not separator or not Path(folder).is_dir():
             raise ConfigError(f"--peer {peer}: expected NAME=DIR with an existing folder")
         folders[name] = Path(folder).absolute()
-    return settings_of(device, steps, sizes, sections, folders)
+    return settings_of(device, steps, sizes, sections, folders, trace)
 
 
 def run_and_write(settings: Settings, json: Path | None, plot: Path | None) -> Report:
@@ -49,6 +56,8 @@ def run_and_write(settings: Settings, json: Path | None, plot: Path | None) -> R
     """
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError('--plot needs matplotlib: pip install "graphglue[bench]"')
+    if plot is not None and settings.only and not set(settings.only) & {"floor", "peers"}:
+        raise ConfigError(f"--plot draws the sections floor and peers; --only {','.join(settings.only)} has neither")
     keep = (lambda report: None) if json is None else (lambda report: report.write_json(json))
     report = run(settings, "graphglue " + shlex.join(sys.argv[1:]), keep)
     if plot is not None:

@@ -23,6 +23,7 @@ ONE_TENSORS, EAGER = "one launch, CPU tensor sources", "fill kernel, eager prep,
 SEPARATE_TORCH = "torch fill, glue graph, forward graph"
 SEPARATE_KERNEL = "fill kernel, glue graph, forward graph"
 EAGER_ALONE, GLUE_ALONE = "eager prep alone", "glue graph alone"
+UNFILLED = "glue and forward in one graph, no fill"
 
 
 @dataclass(frozen=True)
@@ -86,17 +87,22 @@ class Recorded:
                 recorder.finish()
                 self.prep: Recording = recorder.record(lambda: prep(view, self.metadata))
                 self.forward: Recording = recorder.record(lambda: workload.forward(view, self.metadata), strict=False)
+                self.both: Recording = recorder.record(
+                    lambda: workload.forward(view, prep(view, self.metadata)), strict=False
+                )
         self.view = view
 
     def floor(self) -> Step:
         """Give torch's own replay of the forward where there is one."""
-        graph = getattr(self.forward, "graph", None)
-        return self.forward.replay if graph is None else graph.replay
+        return _replay(self.forward)
 
     def glue(self) -> Step:
         """Give torch's own replay of the prep."""
-        graph = getattr(self.prep, "graph", None)
-        return self.prep.replay if graph is None else graph.replay
+        return _replay(self.prep)
+
+    def unfilled(self) -> Step:
+        """Give torch's own replay of prep and forward in one graph."""
+        return _replay(self.both)
 
     def eager_prep(self) -> Step:
         """Give the prep called from the host."""
@@ -110,8 +116,13 @@ class Recorded:
 
     def close(self) -> None:
         """Drop the recordings."""
-        for recording in (self.prep, self.forward):
+        for recording in (self.prep, self.forward, self.both):
             recording.close()
+
+
+def _replay(recording: Recording) -> Step:
+    graph = getattr(recording, "graph", None)
+    return recording.replay if graph is None else graph.replay
 
 
 def replays(runner: gg.Runner, num_requests: int, sources: Sequence[Mapping[str, Any]]) -> Step:

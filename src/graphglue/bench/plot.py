@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from graphglue.bench.contenders import AGAIN, EAGER_ALONE, FLOOR, GLUE_ALONE
+from graphglue.bench.contenders import AGAIN, EAGER_ALONE, FLOOR, GLUE_ALONE, UNFILLED
 from graphglue.bench.results import Report, Row
 from graphglue.bench.steps import MIXED
 from graphglue.errors import ConfigError
 
 _OURS, _BASELINE, _PEER, _GREY = "#1f77b4", "#b8b8b8", "#d97706", "#666666"
-_LEFT_OUT = (FLOOR, AGAIN, GLUE_ALONE, EAGER_ALONE)
+_LEFT_OUT = (FLOOR, AGAIN, GLUE_ALONE, EAGER_ALONE, UNFILLED)
 _BAR_INCHES, _PANEL_INCHES = 0.27, 0.75
 
 
@@ -102,9 +102,9 @@ def _label(figure: Any, axes: Sequence[Any], report: Report) -> None:
     steps = max((row.num_steps for row in report.rows(("floor", "peers"))), default=0)
     figure.text(
         0.01, -0.01,
-        f"{device}, {date}. Medians of up to {steps:,} interleaved steps, none in flight. Blue: graphglue; orange: the "
-        "leading engine's own classes; grey: others. Green band: the floor against itself, below which nothing is "
-        "claimed.",
+        f"{device}, {date}. Medians of up to {steps:,} steps, each in turn with the floor, none in flight. "
+        "Blue: graphglue; orange: the leading engine's own classes; grey: others. Green band: the floor against "
+        "itself, below which nothing is claimed.",
         fontsize=8, color=_GREY, ha="left", va="top", wrap=True,
     )  # fmt: skip
     figure.tight_layout(rect=(0, 0, 1, 0.985))

@@ -37,7 +37,18 @@ def print_report(report: Report, console: Console) -> None:
 def _section(section: Section) -> Table:
     table = Table(title=f"{section.name}: {section.title} ({section.seconds:.0f} s)", title_justify="left")
     table.add_column("row", overflow="fold", min_width=34, max_width=58)
-    for name in ("real", "in flight", "steps", "host us", "p99", "x floor", "device us", "steps/s"):
+    for name in (
+        "real",
+        "in flight",
+        "steps",
+        "host us",
+        "p99",
+        "floor us",
+        "floor p99",
+        "x floor",
+        "device us",
+        "steps/s",
+    ):
         table.add_column(name, justify="right")
     table.add_column("", overflow="fold", max_width=60)
     last = None
@@ -59,6 +70,8 @@ def _cells(row: Row) -> Iterable[str]:
     yield str(row.num_steps) if row.num_steps else ""
     yield _number(row.host_us, 1)
     yield _number(row.host_p99_us, 1)
+    yield _number(row.floor_us, 1)
+    yield _number(row.floor_p99_us, 1)
     yield mark + _number(row.times_floor, 2)
     yield _number(row.device_us, 1)
     yield _number(row.per_second, 0)

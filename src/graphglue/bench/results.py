@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass
@@ -23,7 +23,8 @@ class Row:
         in_flight: steps of the same kind that were queued right before the timed one.
         num_steps: timed steps.
         host_us, host_p99_us: median and 99th percentile of the host's time for one step.
-        times_floor: host_us in multiples of the floor's, in the same rounds.
+        floor_us, floor_p99_us: the floor's, in the same rounds.
+        times_floor: host_us in multiples of floor_us.
         device_us: the device's time for one step, queued behind a busy GPU.
         per_second: steps per second back to back.
         within_noise: closer to the floor than the floor is to itself (A/A): no difference is claimed.
@@ -38,6 +39,8 @@ class Row:
     num_steps: int = 0
     host_us: float | None = None
     host_p99_us: float | None = None
+    floor_us: float | None = None
+    floor_p99_us: float | None = None
     times_floor: float | None = None
     device_us: float | None = None
     per_second: float | None = None

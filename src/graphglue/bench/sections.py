@@ -32,6 +32,7 @@ class Settings:
         buckets: requests of each bucket.
         only: the sections to run; all if empty.
         peers: name -> the folder its package was unpacked in.
+        trace: a CSV of arrivals for the fleets of ranks; a seeded generator's by default.
     """
 
     device: torch.device
@@ -39,6 +40,7 @@ class Settings:
     buckets: tuple[int, ...] = BUCKETS
     only: tuple[str, ...] = ()
     peers: Mapping[str, Path] = field(default_factory=dict)
+    trace: Path | None = None
 
     def __post_init__(self) -> None:
         self.gauge = Gauge(self.device)
@@ -80,11 +82,12 @@ def measured(
     *,
     in_flight: int = 0,
     steps: int | None = None,
-    budget_seconds: float = 20.0,
+    budget_seconds: float = 40.0,
     deep: bool = True,
+    crowded: bool = False,
     describe: str = "",
 ) -> list[Row]:
-    """Time proven contenders in turn, and give a row for each; those that can not run say why.
+    """Time proven contenders, each in turn with the floor, and give a row for each; those that can not run say why.
 
     Args:
         settings: what the run is like.
@@ -94,17 +97,32 @@ def measured(
         steps: timed steps of each, where it is not the settings' number.
         budget_seconds: cut the steps to what fits in it; the row says how many were timed.
         deep: also measure device time and steps per second.
+        crowded: time all contenders in turn, so that each finds the host's caches full of the others.
         describe: shown on the progress bar.
     """
     running = {contender.label: contender.step for contender in contenders if contender.step is not None}
     rounds = settings.steps if steps is None else steps
-    samples = _timed(settings, running, rounds, in_flight, budget_seconds, describe)
-    rows = [_row(contender, sources, in_flight, samples) for contender in contenders]
+    groups = [running] if crowded else _pairs(running)
+    timed: dict[str, dict[str, Sample]] = {}
+    for group in groups:
+        samples = _timed(settings, group, rounds, in_flight, budget_seconds / len(groups), describe)
+        timed |= {label: samples for label in group if label != FLOOR or FLOOR not in timed}
+    noise = _noise(timed.get(AGAIN, {}))
+    rows = [_row(contender, sources, in_flight, timed.get(contender.label, {}), noise) for contender in contenders]
     for row in rows if deep else ():
         if row.host_us is not None:
             row.device_us = settings.gauge.device_us(running[row.label], row.host_us)
             row.per_second = settings.gauge.per_second(running[row.label], max(2, min(200, rounds)))
     return rows
+
+
+def _pairs(running: Mapping[str, Step]) -> list[dict[str, Step]]:
+    """Put the floor beside each contender, the noise row first: A, B, A, B."""
+    if FLOOR not in running:
+        return [{label: step} for label, step in running.items()]
+    floor = {FLOOR: running[FLOOR]}
+    others = sorted((label for label in running if label != FLOOR), key=lambda label: label != AGAIN)
+    return [{**floor, label: running[label]} for label in others] or [floor]
 
 
 def _timed(
@@ -126,15 +144,23 @@ def _round_us(running: Mapping[str, Step], in_flight: int, gauge: Gauge) -> floa
     return sum(1e6 * (in_flight + 1) / gauge.per_second(step, 3) for step in running.values())
 
 
-def _row(contender: Contender, sources: Sources, in_flight: int, samples: Mapping[str, Sample]) -> Row:
+def _noise(samples: Mapping[str, Sample]) -> float | None:
+    """Give how far the floor is from itself."""
+    return spread_us(samples[FLOOR], samples[AGAIN]) if FLOOR in samples and AGAIN in samples else None
+
+
+def _row(
+    contender: Contender, sources: Sources, in_flight: int, samples: Mapping[str, Sample], noise: float | None
+) -> Row:
     label, note = contender.label, contender.why_not or contender.note
     row = Row(label, sources.bucket, sources.num_requests, in_flight, note=note)
-    sample, floor, again = samples.get(label), samples.get(FLOOR), samples.get(AGAIN)
+    sample, floor = samples.get(label), samples.get(FLOOR)
     if sample is None:
         return row
     row.num_steps, row.host_us, row.host_p99_us = len(sample.times_us), sample.median_us, sample.p99_us
     if floor is not None:
+        row.floor_us, row.floor_p99_us = floor.median_us, floor.p99_us
         row.times_floor = sample.median_us / floor.median_us
-        if again is not None and label not in (FLOOR, AGAIN):
-            row.within_noise = abs(sample.median_us - floor.median_us) <= spread_us(floor, again)
+        if noise is not None and label not in (FLOOR, AGAIN):
+            row.within_noise = abs(sample.median_us - floor.median_us) <= noise
     return row

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from graphglue.bench import baselines, peers
@@ -13,6 +13,7 @@ from graphglue.bench.contenders import (
     GLUE_ALONE,
     ONE_DEVICE,
     ONE_NUMPY,
+    UNFILLED,
     Contender,
     Recorded,
     Runners,
@@ -75,8 +76,27 @@ def _contenders(workload: Workload, runners: Runners, recorded: Recorded, source
         *contenders,
         Contender(GLUE_ALONE, recorded.glue(), note="a part of a step"),
         Contender(EAGER_ALONE, recorded.eager_prep(), note="a part of a step"),
+        Contender(UNFILLED, recorded.unfilled(), note="a part of a step"),
         baselines.compiled(workload, sources),
     ]
+
+
+def run_crowd(settings: Settings, section: Section) -> None:
+    """Measure the padded step once more with every contender in each round: a colder start for all."""
+    workload, raw = Workload(settings.device), raw_counts(DEEP_BUCKET)[0]
+    sources = Sources.draw(workload, raw, DEEP_BUCKET)
+    with ExitStack() as stack:
+        runners = stack.enter_context(closing(Runners(workload, [DEEP_BUCKET])))
+        recorded = stack.enter_context(closing(Recorded(workload, runners.one.view(DEEP_BUCKET))))
+        contenders = [
+            Contender(FLOOR, recorded.floor()),
+            *runners.contenders(sources),
+            Contender(AGAIN, recorded.floor(), note="the noise row"),
+            Contender(EAGER_ALONE, recorded.eager_prep(), note="a part of a step"),
+        ]
+        contenders = proven(contenders, sources, settings.gauge)
+        steps = max(5, settings.steps // 4)
+        section.rows += measured(settings, contenders, sources, steps=steps, deep=False, crowded=True, describe="crowd")
 
 
 def run_peers(settings: Settings, section: Section) -> None:

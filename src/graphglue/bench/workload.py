@@ -81,7 +81,7 @@ class Workload:
         registry.register(contract)(prep)
         return registry
 
-    def runner(self, ladder: Sequence[int], config: gg.RunnerConfig | None = None) -> gg.Runner:
+    def runner(self, ladder: Sequence[int], config: gg.RunnerConfig | None = None, ranks: Any = None) -> gg.Runner:
         """Build a runner over these pieces; nothing is captured yet."""
         return gg.Runner(
             slots=self.slots(),
@@ -92,6 +92,7 @@ class Workload:
             forward=self.forward,
             device=self.device,
             tokens_per_request=TOKENS_PER_REQUEST,
+            ranks=ranks,
             config=config,
         )
 

@@ -13,6 +13,8 @@ from graphglue.errors import ConfigError, ContractError, StaleTableError
 
 TableSource = torch.Tensor | Callable[[], torch.Tensor]
 
+_data_ptr = torch.Tensor.data_ptr
+
 
 class Place(NamedTuple):
     """Where a tensor lies, as captured graphs remember it."""
@@ -50,7 +52,7 @@ class Tables:
         self.tensors: dict[str, torch.Tensor] = {}
         self._callables: list[str] = []
         self._current: list[torch.Tensor] = []
-        self._expected: list[tuple[torch.Tensor, int]] = []
+        self._addresses: list[int] = []
         self._likeness = Likeness([])
         for name, source in sources.items():
             self.bind(name, source)
@@ -69,7 +71,7 @@ class Tables:
         self._callables = [key for key, given in self._sources.items() if not isinstance(given, torch.Tensor)]
         self._current = list(self.tensors.values())
         self._likeness = Likeness(self._current)
-        self._expected = [(tensor, self._places[key].address) for key, tensor in self.tensors.items()]
+        self._addresses = [self._places[key].address for key in self.tensors]
 
     def check(self) -> None:
         """Compare every table with what was captured: address, shape, stride, dtype. Sync: none.
@@ -77,12 +79,9 @@ class Tables:
         Raises:
             StaleTableError: one of them moved.
         """
-        if not self._callables and self._likeness.holds(*self._current):
-            for tensor, address in self._expected:
-                if tensor.data_ptr() != address:
-                    break
-            else:
-                return
+        current = self._current
+        if not self._callables and self._likeness.holds(*current) and [*map(_data_ptr, current)] == self._addresses:
+            return
         for name, source in self._sources.items():
             tensor = source if isinstance(source, torch.Tensor) else _called(name, source)
             if (place := Place.of(tensor)) != self._places[name]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -34,23 +35,23 @@ def unflatten(leaves: list[Any], structure: Any) -> Any:
 
 
 class Packed:
-    """Hold a tree that is handed out again and again; every caller gets containers of his own."""
+    """Hold a tree that is handed out again and again; every caller gets containers of his own.
 
-    __slots__ = ("_copy", "_leaves", "_structure")
+    Attributes:
+        tree: gives it. A plain dict or list copies itself, without a function of ours between.
+    """
+
+    __slots__ = ("tree",)
+
+    tree: Callable[[], Any]
 
     def __init__(self, tree: Any) -> None:
-        self._leaves, self._structure = pytree.tree_flatten(tree)
-        self._copy: Callable[[], Any] | None = None
-        if isinstance(tree, torch.Tensor):
-            self._copy = lambda: tree
-        elif type(tree) is dict and _is_flat(tree.values()):
-            self._copy = tree.copy
-        elif type(tree) in (tuple, list) and _is_flat(tree):
-            self._copy = lambda: type(tree)(tree)
-
-    def tree(self) -> Any:
-        """Give the tree."""
-        return self._copy() if self._copy is not None else pytree.tree_unflatten(self._leaves, self._structure)
+        if type(tree) in (dict, list) and _is_flat(tree.values() if type(tree) is dict else tree):
+            self.tree = tree.copy
+        elif isinstance(tree, torch.Tensor) or (type(tree) is tuple and _is_flat(tree)):
+            self.tree = lambda: tree
+        else:
+            self.tree = functools.partial(pytree.tree_unflatten, *pytree.tree_flatten(tree))
 
 
 def _is_flat(values: Iterable[Any]) -> bool:

@@ -16,6 +16,7 @@ from graphglue.core.keys import KeySpace
 from graphglue.core.slots import Axis, Computed, Slot
 from graphglue.core.view import View
 from graphglue.device.base import Device, Fill, open_device
+from graphglue.device.cpu import TorchFill
 from graphglue.errors import BindError, CapacityError, ConfigError
 from graphglue.graphs.memory import place
 
@@ -151,6 +152,10 @@ class Arena:
             if bucket in self._targets:
                 self._fills[bucket] = found
         return found
+
+    def fill_by_reference(self, bucket: Bucket) -> None:
+        """Fill a bucket by torch operations from now on; its own fill was found to be wrong."""
+        self._fills[bucket] = TorchFill(self.targets(bucket), self.device)
 
     def fill_capture(self, bucket: Bucket) -> None:
         """Fill a bucket's slots with the values that preps see while they are recorded."""
@@ -306,7 +311,9 @@ class Arena:
     def _computed_write(self, slot: Slot, raw: Bucket, bucket: Bucket, counts: Sequence[int] | None) -> Write:
         rows, raw_rows = self._rows(slot, bucket), self._rows(slot, raw)
         if slot.value is None or slot.value is Computed.RANK_COUNTS:
-            values = [bucket.tokens] * self.num_ranks if counts is None else list(counts)
+            if counts is None:  # a number is part of the step's parameters, without a host tensor
+                return Write(slot, bucket.tokens, rows, rows, slot.pad)
+            values = list(counts)
             if len(values) != self.num_ranks or max(values) > torch.iinfo(slot.dtype).max:
                 raise CapacityError(
                     f"slot {slot.name!r}: counts {values} do not fit {self.num_ranks} ranks of {slot.dtype}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -12,6 +12,8 @@ from graphglue.core.slots import Slot
 from graphglue.errors import ConfigError
 from graphglue.graphs.base import Recorder, Recording
 
+Take = Callable[[Mapping[str, Any]], bool]  # takes a step's sources in; False if they must be bound
+
 
 class Fill(Protocol):
     """Fill one bucket's slots: take a step's sources in, then write them all."""
@@ -19,11 +21,8 @@ class Fill(Protocol):
     def load(self, writes: Sequence[Write]) -> None:
         """Take in a step that was bound. Host values are snapshotted now. Sync: none."""
 
-    def remember(self, writes: Sequence[Write], sources: Mapping[str, Any]) -> Any:
-        """Remember how this step was bound, so that one like it need not be; None if it can't be."""
-
-    def load_known(self, known: Any, sources: Mapping[str, Any]) -> bool:
-        """Take in a step whose sources are like the remembered ones; False if they are not."""
+    def remember(self, writes: Sequence[Write], sources: Mapping[str, Any]) -> Take | None:
+        """Give what takes in a step whose sources are like these without binding it; None if nothing can."""
 
     def run(self) -> None:
         """Write what was loaded, on the caller's current stream. Sync: none."""
@@ -117,11 +116,17 @@ class Device(Protocol):
     def record_event(self, event: Any) -> None:
         """Record an event behind what was queued so far, on the caller's current stream. Sync: none."""
 
+    def is_capturing(self) -> bool:
+        """Tell whether the caller's current stream is being captured. Sync: none."""
+
     def random_offset(self) -> int:
         """Give the position of the device's random generator; it moves when numbers are drawn."""
 
     def free_bytes(self) -> int | None:
         """Free device memory in bytes; None where nobody counts it."""
+
+    def versions(self) -> dict[str, str]:
+        """Name the device, and the versions of what drives it, as a certificate records them."""
 
     def synchronize(self) -> None:
         """Wait for all queued work. Sync: the device. Never called while replaying."""
@@ -145,6 +150,7 @@ class SeparateLaunches:
 
     def run(self) -> None:
         """Launch the fill and the recordings, in order. Sync: none."""
+        self._device.enter_step()
         self._fill.run()
         self._record("sources", True)
         for recording in self._preps:

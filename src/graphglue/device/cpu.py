@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,10 +31,6 @@ class TorchFill:
     def remember(self, writes: Sequence[Write], sources: Mapping[str, Any]) -> None:
         """Remember nothing: this fill is not the fast one."""
         return
-
-    def load_known(self, known: Any, sources: Mapping[str, Any]) -> bool:
-        """Say that nothing is known."""
-        return False
 
     def run(self) -> None:
         """Write what was loaded; host values are read before this returns."""
@@ -121,6 +118,10 @@ class CpuDevice:
     def record_event(self, event: Any) -> None:
         """Do nothing: the CPU has read what it was given."""
 
+    def is_capturing(self) -> bool:
+        """Give False: the tape records no stream."""
+        return False
+
     def random_offset(self) -> int:
         """Give 0: a tape's replay draws from the CPU's generator by itself."""
         return 0
@@ -128,6 +129,10 @@ class CpuDevice:
     def free_bytes(self) -> int | None:
         """Give None: host memory is not what limits capture."""
         return None
+
+    def versions(self) -> dict[str, str]:
+        """Name the kind of processor; nothing else drives it."""
+        return {"device": f"cpu {platform.machine()}"}
 
     def synchronize(self) -> None:
         """Do nothing: CPU work is done when it returns."""

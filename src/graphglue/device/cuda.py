@@ -13,7 +13,7 @@ from graphglue.core.slots import Slot
 from graphglue.device.base import Fill, Launch, Reads, SeparateLaunches
 from graphglue.device.cpu import TorchFill
 from graphglue.device.fill import fill_slots
-from graphglue.device.kernel import KernelUnavailable
+from graphglue.device.kernel import KernelUnavailable, checked
 from graphglue.device.kernel_fill import HEAVY_BYTES, KernelFill
 from graphglue.device.launch import ParentLaunch, PrependedLaunch
 from graphglue.device.streams import InFlight, StepOrder
@@ -114,6 +114,11 @@ class CudaDevice:
                 return PrependedLaunch(fill, graphs[:num_preps], graphs[num_preps], reads)
             return ParentLaunch(fill, graphs[:num_preps], graphs[num_preps:], reads)
 
+    def is_capturing(self) -> bool:
+        """Tell whether the caller's current stream is being captured. Sync: none."""
+        with torch.cuda.device(self.torch_device):
+            return torch.cuda.is_current_stream_capturing()
+
     def random_offset(self) -> int:
         """Give the position of the device's default generator. Sync: none."""
         return torch.cuda.default_generators[self.torch_device.index].get_offset()
@@ -121,6 +126,17 @@ class CudaDevice:
     def free_bytes(self) -> int | None:
         """Free device memory in bytes, as the driver counts it."""
         return torch.cuda.mem_get_info(self.torch_device)[0]
+
+    def versions(self) -> dict[str, str]:
+        """Name the GPU, torch's CUDA and the driver's. Sync: none."""
+        from cuda.bindings import driver as api
+
+        driver = checked(api.cuDriverGetVersion())
+        return {
+            "device": torch.cuda.get_device_name(self.torch_device),
+            "cuda": str(torch.version.cuda),
+            "driver": f"{driver // 1000}.{driver % 1000 // 10}",
+        }
 
     def synchronize(self) -> None:
         """Wait for all queued work. Sync: the device."""

@@ -13,65 +13,29 @@ from graphglue.core.binding import Write
 from graphglue.core.likeness import Likeness
 from graphglue.core.slots import Slot, widens
 from graphglue.device import kernel
+from graphglue.device.base import Take
 from graphglue.device.packing import FillParams, SlotLayout, converts
 from graphglue.device.streams import InFlight, StepOrder
 
 HEAVY_BYTES = 2**18  # sources of a step that are worth letting go of soon
 
 
-class HostSource:
-    """Know one host source that was bound: what to compare, and where in the parameters it goes.
-
-    Raises:
-        ValueError: numpy can not copy such a source there as it is.
-    """
-
-    __slots__ = ("dtype", "kind", "name", "place", "shape", "strides")
-
-    def __init__(self, name: str, source: Any, place: np.ndarray) -> None:
-        self.name, self.kind = name, type(source)
-        array = self._array(source)
-        if array is None or (self.kind in (list, tuple) and array.dtype != place.dtype):
-            raise ValueError  # numbers of a list need a range check where the slot is narrower
-        self.dtype, self.shape, self.strides = array.dtype, array.shape, array.strides
-        self.place = place.reshape(array.shape)
-
-    def take(self, sources: Mapping[str, Any]) -> bool:
-        """Copy the source into the parameters, if it is like the one that was bound."""
-        source = sources.get(self.name)
-        array = self._array(source) if type(source) is self.kind else None
-        if array is None or array.shape != self.shape or array.strides != self.strides or array.dtype != self.dtype:
-            return False
-        self.place[...] = array
-        return True
-
-    def _array(self, source: Any) -> np.ndarray | None:
-        if self.kind is np.ndarray:
-            return source
-        try:
-            if self.kind is torch.Tensor:
-                return source.numpy() if source.is_cpu else None
-            return np.asarray(source) if self.kind in (list, tuple) else None
-        except (ValueError, TypeError, RuntimeError, OverflowError):  # bfloat16, sparse, uneven rows: bind knows
-            return None
+_data_ptr = torch.Tensor.data_ptr
 
 
-class Known:
-    """How a step was bound: what to compare of its sources, and all of its packing but their addresses."""
+def _array_of(source: Any) -> np.ndarray | None:
+    try:
+        if isinstance(source, torch.Tensor):
+            return source.numpy() if source.is_cpu else None
+        return np.asarray(source)
+    except (ValueError, TypeError, RuntimeError, OverflowError):  # bfloat16, sparse, uneven rows: bind knows
+        return None
 
-    __slots__ = ("holds", "host", "num_sources", "packed", "params", "pick", "places", "shapes")
 
-    def __init__(self, num_sources: int, packed: list[int], shapes: bytes, params: Any) -> None:
-        self.num_sources, self.packed, self.shapes, self.params = num_sources, packed, shapes, params
-        self.host: list[HostSource] = []
-        self.places: list[tuple[int, int]] = []  # position among the slots, size in bytes
-        self.holds = Likeness([]).holds
-        self.pick = _picker([])
-
-    def expect(self, names: Sequence[str], tensors: Sequence[torch.Tensor], positions: list[int]) -> None:
-        """Expect these device sources."""
-        self.holds, self.pick = Likeness(tensors).holds, _picker(names)
-        self.places = [(position, tensor.nbytes) for position, tensor in zip(positions, tensors)]
+# Kinds of host sources that are taken in without binding, and what makes an array of one.
+_ARRAY_OF: dict[type, Callable[[Any], np.ndarray | None] | None] = {
+    np.ndarray: None, torch.Tensor: _array_of, list: _array_of, tuple: _array_of,
+}  # fmt: skip
 
 
 class KernelFill:
@@ -127,54 +91,59 @@ class KernelFill:
         if sum(source.nbytes for source in self._sources) > HEAVY_BYTES:
             self._in_flight.expect_heavy()
 
-    def remember(self, writes: Sequence[Write], sources: Mapping[str, Any]) -> Known | None:
-        """Remember a step whose sources are tensors on the device, host tensors or arrays."""
-        fill = self._fill
-        known = Known(len(sources), fill.last_sources, fill.last_shapes, self.params)
-        names, tensors, positions = [], [], []
+    def remember(self, writes: Sequence[Write], sources: Mapping[str, Any]) -> Take | None:
+        """Give what takes in a step whose sources are tensors on the device, host tensors or arrays like these."""
+        on_device, on_host = [], []
         for position, write in enumerate(writes):
-            source = sources.get(write.slot.name)
+            name, source = write.slot.name, sources.get(write.slot.name)
             if source is None:
-                if write.slot.name in sources or isinstance(write.source, torch.Tensor):
+                if name in sources or isinstance(write.source, torch.Tensor):
                     return None  # given as None, or made on the host at every step
             elif isinstance(source, torch.Tensor) and source.is_cuda:
                 if write.source is not source or not converts(source.dtype, write.slot.dtype):
                     return None  # the slot's own view, or converted by a launch of its own
-                names.append(write.slot.name)
-                tensors.append(source)
-                positions.append(position)
+                on_device.append((position, name, source))
+            elif (known := self._host_source(position, write, source)) is not None:
+                on_host.append(known)
             else:
-                host = self._host_source(position, write, source)
-                if host is None:
-                    return None
-                known.host.append(host)
-        known.expect(names, tensors, positions)
-        return known
+                return None
+        return self._taker(on_device, on_host, len(sources))
 
-    def load_known(self, known: Known, sources: Mapping[str, Any]) -> bool:
-        """Take in a step like a remembered one: compare, read the addresses, pack."""
-        try:
-            tensors = known.pick(sources)
-            if len(sources) != known.num_sources:
-                return False
-        except (KeyError, TypeError):  # other slots than before, or no mapping at all
-            return False
-        packed = known.packed
-        if tensors:
-            if not known.holds(*tensors):
-                return False
-            low, high = self._low, self._high
-            for (position, size), tensor in zip(known.places, tensors):
-                address = tensor.data_ptr()
-                if address < high and low < address + size and self._in_a_slot(address, size):
+    def _taker(self, on_device: list[tuple[int, str, torch.Tensor]], on_host: list[Any], num_sources: int) -> Take:
+        """Build what compares, reads the addresses and packs: one closure, because each call in it would count."""
+        fill, params, sizes = self._fill, self.params, [tensor.nbytes for _, _, tensor in on_device]
+        holds, pick = (
+            Likeness([tensor for _, _, tensor in on_device]).holds,
+            _picker([name for _, name, _ in on_device]),
+        )
+        write, arrange, constants, shapes = fill.like_last([position for position, _, _ in on_device])
+        low, high = self._low - max(sizes, default=0), self._high
+
+        def take(sources: Mapping[str, Any]) -> bool:
+            try:
+                tensors = pick(sources)
+                if len(sources) != num_sources or (tensors and not holds(*tensors)):
+                    return False
+                addresses = [*map(_data_ptr, tensors)]
+                if addresses and max(addresses) > low and min(addresses) < high and self._in_a_slot(addresses, sizes):
                     return False  # bind says whether that is right
-                packed[position] = address
-        for host in known.host:
-            if not host.take(sources):
+                for name, kind, array_of, shape, strides, dtype, place in on_host:
+                    source = sources[name]
+                    if type(source) is not kind:
+                        return False
+                    array = source if array_of is None else array_of(source)
+                    if array is None or array.shape != shape or array.strides != strides or array.dtype != dtype:
+                        return False
+                    place[...] = array
+            except (KeyError, TypeError):  # other slots than before, or no mapping at all
                 return False
-        self._fill.pack_packed(packed, known.shapes)
-        self.params, self._sources = known.params, tensors
-        return True
+            write(*arrange((*addresses, *constants)))
+            if fill.shapes is not shapes:
+                fill.pack_shapes(shapes)
+            self.params, self._sources = params, tensors
+            return True
+
+        return take
 
     def run(self) -> None:
         """Launch the kernel alone, on the caller's current stream. Sync: none."""
@@ -183,21 +152,36 @@ class KernelFill:
 
     def launched(self) -> None:
         """Hold sources and pinned blocks until the device has read them."""
-        self._in_flight.hold((self._blocks, self._sources), self.order.current)
-        self._blocks, self._sources = (), ()
+        opened = self._in_flight.opened
+        opened.append((self._blocks, self._sources))
+        self._blocks = self._sources = ()
+        if len(opened) >= self._in_flight.max_steps:
+            self._in_flight.seal(self.order.current)
 
-    def _in_a_slot(self, address: int, size: int) -> bool:
-        return any(address < end and start < address + size for start, end in self._owned)
+    def _in_a_slot(self, addresses: Sequence[int], sizes: Sequence[int]) -> bool:
+        return any(
+            address < end and start < address + size
+            for address, size in zip(addresses, sizes)
+            for start, end in self._owned
+        )
 
-    def _host_source(self, position: int, write: Write, source: Any) -> HostSource | None:
-        """Know a host source that numpy can copy into the parameters as it is."""
+    def _host_source(self, position: int, write: Write, source: Any) -> tuple[Any, ...] | None:
+        """Know a host source that numpy can copy into the parameters as it is: what to compare, and where it goes."""
+        kind = type(source)
         if not isinstance(write.source, torch.Tensor) or not widens(write.source.dtype, write.slot.dtype):
             return None
         place = self._fill.host_place(position, write.source.numel())
+        if place is None or kind not in _ARRAY_OF:
+            return None
+        array_of = _ARRAY_OF[kind]
+        array = source if array_of is None else array_of(source)
+        if array is None or (kind in (list, tuple) and array.dtype != place.dtype):
+            return None  # numbers of a list need a range check where the slot is narrower
         try:
-            return None if place is None else HostSource(write.slot.name, source, place)
+            place = place.reshape(array.shape)
         except ValueError:
             return None
+        return write.slot.name, kind, array_of, array.shape, array.strides, array.dtype, place
 
     def _stage(self, source: torch.Tensor, dtype: torch.dtype) -> int:
         """Copy a host source that is too large for the parameters into pinned memory; give its address."""

@@ -54,21 +54,24 @@ class ParentLaunch:
         self.run = self._runner(filled)
 
     def _runner(self, filled: Any) -> Callable[[], None]:
-        """Build what launches on the caller's current stream. Sync: none.
+        """Build what launches on the caller's current stream, behind the last step. Sync: none.
 
-        A closure, because every attribute that is looked up counts here. A parameter update touches
-        later launches only: those that are queued keep theirs.
+        A closure, because every call and every attribute that is looked up counts here, twice so where
+        the code is cold. A parameter update touches later launches only: those that are queued keep theirs.
         """
         driver, exec_graph, fill = self._driver, self._exec, self._fill
-        update, launch, order = driver.cuGraphExecKernelNodeSetParams, driver.cuGraphLaunch, fill.order
+        update, launch = driver.cuGraphExecKernelNodeSetParams, driver.cuGraphLaunch
+        order, stream_of, launched = fill.order, fill.order.stream, fill.launched
 
         def run() -> None:
+            if (stream := stream_of()) != order.current:
+                order.enter()
             (failed,) = update(exec_graph, filled, fill.params)
             if not failed:
-                (failed,) = launch(exec_graph, order.current)
+                (failed,) = launch(exec_graph, stream)
             if failed:
                 raise GraphGlueError(f"the CUDA driver refused the step's launch: {failed!r}")
-            fill.launched()
+            launched()
 
         return run
 
@@ -114,6 +117,7 @@ class PrependedLaunch:
 
     def run(self) -> None:
         """Replay through torch, on the caller's current stream. Sync: none."""
+        self._fill.order.enter()
         checked(self._driver.cuGraphExecKernelNodeSetParams(self._exec, self._filled, self._fill.params))
         self._forward.replay()
         self._fill.launched()

@@ -7,8 +7,10 @@ extents, and a fixed part; then a payload that carries host sources by value.
 from __future__ import annotations
 
 import ctypes
+import functools
+import operator
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -112,21 +114,36 @@ class FillParams:
         self._host = [self._host_view(layout, offset) for layout, offset in zip(layouts, self._regions)]
         self._pads = [bits_of(_number(slot.pad), slot.dtype) for slot in (layout.slot for layout in layouts)]
         self.inline_end = 0
-        self.last_sources: list[int] = []
-        self.last_shapes = b""
+        self.shapes = b""  # what the struct holds now
+        self._write_sources = functools.partial(self._sources.pack_into, self.buffer, 0)
+        self._last_sources: list[int] = []
 
     def pack(self, writes: Sequence[Write], stage: Any) -> None:
         """Pack a step. Host sources are copied here, so the caller may overwrite them afterwards."""
         self.inline_end = 0
         placed = [self._place(position, write, stage) for position, write in enumerate(writes)]
-        self.last_sources = [source for source, _ in placed]
-        self.last_shapes = self._shape_bytes(writes, [how for _, how in placed])
-        self.pack_packed(self.last_sources, self.last_shapes)
+        self._last_sources = [source for source, _ in placed]
+        self._write_sources(*self._last_sources)
+        self.pack_shapes(self._shape_bytes(writes, [how for _, how in placed]))
 
-    def pack_packed(self, sources: Sequence[int], shapes: bytes) -> None:
-        """Pack sources whose shapes were packed before."""
-        self._sources.pack_into(self.buffer, 0, *sources)
+    def pack_shapes(self, shapes: bytes) -> None:
+        """Pack shapes that were packed before."""
         self.buffer[self._shape_start : self._shape_start + len(shapes)] = shapes
+        self.shapes = shapes
+
+    def like_last(self, positions: Sequence[int]) -> tuple[Callable[..., None], Any, list[int], bytes]:
+        """Give what packs steps like the last one but for the addresses at some positions.
+
+        Returns:
+            ``write(*sources)``; ``arrange((*addresses, *constants))``, which gives the sources in order;
+            the constants; and the shapes, for ``pack_shapes``.
+        """
+        others = [position for position in range(len(self.layouts)) if position not in positions]
+        given = {position: index for index, position in enumerate([*positions, *others])}
+        indices = [given[position] for position in range(len(self.layouts))]
+        in_order = indices == sorted(indices)
+        arrange = tuple if in_order else operator.itemgetter(*indices)
+        return self._write_sources, arrange, [self._last_sources[position] for position in others], self.shapes
 
     def _shape_bytes(self, writes: Sequence[Write], how: Sequence[tuple[int, int, int | None]]) -> bytes:
         flat: list[int] = []

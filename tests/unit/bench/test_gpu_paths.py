@@ -78,8 +78,7 @@ def as_gpu(monkeypatch: pytest.MonkeyPatch, settings: Settings) -> Settings:
     monkeypatch.setattr(settings.gauge, "driver_bytes", lambda: next(used))
     monkeypatch.setattr(settings.gauge, "device_us", lambda step, host_us, **_: (step(), 10.0)[1])
     monkeypatch.setattr(TapeRecording, "graph", property(lambda self: self), raising=False)
-    monkeypatch.setattr(TorchFill, "remember", lambda self, writes, sources: writes)
-    monkeypatch.setattr(TorchFill, "load_known", lambda self, known, sources: self.load(known) is None)
+    monkeypatch.setattr(TorchFill, "remember", lambda self, writes, sources: lambda given: self.load(writes) is None)
     for name in ("PrependedLaunch", "ParentLaunch"):
         monkeypatch.setattr(compositions, name, Launch)
     monkeypatch.setattr(compositions, "FORWARD_NODES", (3, 5))

@@ -28,6 +28,8 @@ ROW_TYPES: dict[str, Any] = {
     "num_steps": int,
     "host_us": (float, type(None)),
     "host_p99_us": (float, type(None)),
+    "floor_us": (float, type(None)),
+    "floor_p99_us": (float, type(None)),
     "times_floor": (float, type(None)),
     "device_us": (float, type(None)),
     "per_second": (float, type(None)),

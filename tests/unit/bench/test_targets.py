@@ -17,7 +17,7 @@ from graphglue.errors import ConfigError
 
 
 def timed(label: str, host_us: float, device_us: float = 0.0, bucket: int = 16, raw: int = 13) -> Row:
-    return Row(label, bucket, raw, 0, 2000, host_us, host_us + 2, host_us / 4.0, device_us)
+    return Row(label, bucket, raw, 0, 2000, host_us, host_us + 2, 4.0, 6.0, host_us / 4.0, device_us)
 
 
 def floor_section() -> Section:
@@ -28,6 +28,7 @@ def floor_section() -> Section:
         timed(AGAIN, 4.2, 350.0),
         timed(contenders.GLUE_ALONE, 3.0, 53.0),
         timed(contenders.EAGER_ALONE, 300.0, 60.0),
+        timed(contenders.UNFILLED, 4.0, 402.0),
         timed(ONE_NUMPY, 30.0, bucket=256, raw=255),
         timed(baselines.ARENA_SLICES, 60.0, bucket=256, raw=255),
         timed(baselines.ARENA_BLOCK, 25.0, bucket=256, raw=255),
@@ -45,7 +46,8 @@ def test_targets_hold_what_was_seen_against_the_limits() -> None:
     assert seen["one launch, device sources, x the floor"].seen == "3.00 x"
     assert seen["the same, us more than the floor"].seen == "8.00 us"
     assert seen["one launch, numpy sources, x the floor"].reached is False
-    assert seen["device time beyond forward + glue"].seen == "1.00 us"
+    assert seen["device time beyond forward + glue, each replayed alone"].seen == "1.00 us"
+    assert seen["device time beyond forward + glue in one graph"].seen == "2.00 us"
     assert seen["host cost of the glued prep / the eager prep"].seen == "0.010"
     assert seen[f"numpy sources, 255 on 256 / {baselines.ARENA_SLICES}"].reached
     assert seen[f"numpy sources, 255 on 256 / {baselines.ARENA_BLOCK}"].reached is False
@@ -57,7 +59,7 @@ def test_the_noise_is_named_beside_the_target() -> None:
 
 def test_what_was_not_measured_is_left_open() -> None:
     targets = targets_of(report_of())
-    assert len(targets) == 14
+    assert len(targets) == 20
     assert all(target.reached is None and target.seen == "-" for target in targets)
 
 
@@ -90,6 +92,31 @@ def test_a_row_within_the_noise_is_marked(
     rows = measured(settings, [Contender(label, lambda: None) for label in made_up], sources, deep=False)
     assert {row.label: row.within_noise for row in rows} == {FLOOR: False, "close": True, "far": False, AGAIN: False}
     assert [row.times_floor for row in rows] == pytest.approx([1, 1.025, 1.25, 1.05])
+
+
+def test_each_contender_takes_turns_with_the_floor_alone(
+    settings: Settings, sources: Sources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from graphglue.bench import sections
+    from graphglue.bench.timing import Sample
+
+    floors = iter((4.0, 8.0, 2.0))
+    groups: list[list[str]] = []
+
+    def interleaved(steps: dict[str, object], *_: object, **__: object) -> dict[str, Sample]:
+        groups.append(list(steps))
+        return {label: Sample((next(floors) if label == FLOOR else 8.0,)) for label in steps}
+
+    monkeypatch.setattr(sections, "interleaved", interleaved)
+    contenders = [Contender(label, lambda: None) for label in (FLOOR, "one", "two", AGAIN)]
+    rows = {row.label: row for row in measured(settings, contenders, sources, deep=False)}
+    assert groups == [[FLOOR, AGAIN], [FLOOR, "one"], [FLOOR, "two"]]
+    assert {label: row.times_floor for label, row in rows.items()} == {FLOOR: 1.0, AGAIN: 2.0, "one": 1.0, "two": 4.0}
+    assert {label: row.floor_us for label, row in rows.items()} == {FLOOR: 4.0, AGAIN: 4.0, "one": 8.0, "two": 2.0}
+    groups.clear()
+    floors = iter((4.0,))
+    measured(settings, contenders, sources, deep=False, crowded=True)
+    assert groups == [[FLOOR, "one", "two", AGAIN]]
 
 
 def test_the_plot_is_written(tmp_path: Path) -> None:

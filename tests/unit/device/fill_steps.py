@@ -105,7 +105,7 @@ class Lane:
 
     def take(self, sources: Any) -> bool:
         """Take a step in; tell whether it went the fast way."""
-        if self.known is not None and self.fill.load_known(self.known, sources):
+        if self.known is not None and self.known(sources):
             return True
         writes = self.arena.bind(sources, self.raw, self.bucket)
         self.fill.load(writes)

@@ -271,15 +271,12 @@ class PinnedPool(InFlight):
     """Stand in for the memory in flight: fresh blocks, and a list of what is held."""
 
     def __init__(self) -> None:  # no driver here
-        self.held: list[tuple[Any, Any]] = []
+        self.opened: list[tuple[Any, Any]] = []
+        self.max_steps = 10**9
 
     def block(self, num_bytes: int) -> torch.Tensor:
         """Give a block that is full of junk."""
         return torch.full((max(4096, num_bytes),), 0x5A, dtype=torch.uint8)
-
-    def hold(self, step: tuple[Any, Any], stream: int) -> None:
-        """Note what is to be kept alive: pinned blocks and sources."""
-        self.held.append(step)
 
 
 class HostKernel:

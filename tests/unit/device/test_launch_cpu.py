@@ -126,7 +126,8 @@ def install(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> Driver:
 
 def fill_of(stream: int = 7) -> Any:
     """Give a fill that counts how often its sources were handed over."""
-    fill = SimpleNamespace(params="params1", order=SimpleNamespace(current=stream), count=0)
+    order = SimpleNamespace(current=stream, stream=lambda: order.current, enter=lambda: None)
+    fill = SimpleNamespace(params="params1", order=order, count=0)
 
     def launched() -> None:
         fill.count += 1
@@ -351,7 +352,7 @@ def test_each_reason_against_one_launch_is_named(driver: Driver) -> None:
 @pytest.mark.parametrize(("until_forward", "order"), [(False, "fill S a b T forward"), (True, "fill S a b forward T")])
 def test_separate_launches_run_in_order_with_their_events(until_forward: bool, order: str) -> None:
     log: list[str] = []
-    device: Any = SimpleNamespace(record_event=log.append)
+    device: Any = SimpleNamespace(record_event=log.append, enter_step=lambda: None)
     fill: Any = SimpleNamespace(run=lambda: log.append("fill"))
     preps: Any = [Foreign(log, "a"), Foreign(log, "b")]
     forward: Any = Foreign(log, "forward")

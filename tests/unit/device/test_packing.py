@@ -611,7 +611,7 @@ def test_what_the_payload_does_not_hold_is_staged_and_held_until_it_was_read(mon
         wide = torch.full((3, 7168), turn + 0.5, dtype=torch.float32).bfloat16()
         sources = {"small": np.arange(3), "wide": wide}
         assert step_and_compare(lane, sources) is False  # staged sources are bound at every step
-        blocks, held = pool.held[-1]
+        blocks, held = pool.opened[-1]
         assert [block.numel() for block in blocks] == [3 * 7168 * 2]
         assert any(source is wide for source in held)
 
@@ -621,7 +621,7 @@ def test_device_sources_are_held_until_they_were_read(monkeypatch: pytest.Monkey
     for start in range(3):
         sources = sources_of(3, start, on_device)
         step_and_compare(lane, sources)
-        _, held = lane.fill._in_flight.held[-1]
+        _, held = lane.fill._in_flight.opened[-1]
         assert all(any(one is source for one in held) for source in sources.values())
 
 
