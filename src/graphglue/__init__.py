@@ -5,7 +5,7 @@ Importing it initialises no device.
 
 from graphglue.cache import GlueGraphCache
 from graphglue.capture import CaptureHooks
-from graphglue.config import RunnerConfig
+from graphglue.config import RunnerConfig, Shadow
 from graphglue.core.batch import Batch, Mode
 from graphglue.core.buckets import Bucket, Ladder
 from graphglue.core.contract import PrepContract
@@ -73,6 +73,7 @@ __all__ = [
     "Route",
     "Runner",
     "RunnerConfig",
+    "Shadow",
     "Slot",
     "StaleTableError",
     "State",

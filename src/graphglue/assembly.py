@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from graphglue.audit.certificate import Audited, why_uncertified
 from graphglue.cache import GlueGraphCache
 from graphglue.capture import Unit
 from graphglue.compiling import compiled
@@ -17,10 +19,16 @@ from graphglue.core.contract import GENERIC, check_contracts
 from graphglue.core.keys import KeySpace
 from graphglue.core.slots import Slot
 from graphglue.core.tables import check_indices
+from graphglue.device.arena import Arena
+from graphglue.device.base import Device, Reads
 from graphglue.errors import ConfigError, ContractError
 from graphglue.graphs.base import Recorder
 from graphglue.preps import register_shipped
 from graphglue.registry import Registration, Registry
+
+logger = logging.getLogger("graphglue")
+
+_ADVICE = "To certify it, run graphglue audit MODULE:FACTORY --json FILE, and name the file as certificate_path"
 
 
 def resolve_preps(given: Any, registry: Registry | None) -> list[Registration]:
@@ -96,8 +104,14 @@ def check_declarations(
             )
 
 
-def build_unit(registration: Registration, recorder: Recorder, config: RunnerConfig) -> Unit:
-    """Give a prep its cache and what the config says of it."""
+def build_unit(
+    registration: Registration,
+    recorder: Recorder,
+    config: RunnerConfig,
+    arena: Arena,
+    tables: Mapping[str, torch.Tensor],
+) -> Unit:
+    """Give a prep its cache, and what the config and its certificate say of it. Reads the certificate's file."""
     switch = config.glue.get(registration.name)
     recorded, _ = compiled(registration.prep, registration.contract)
     return Unit(
@@ -111,5 +125,27 @@ def build_unit(registration: Registration, recorder: Recorder, config: RunnerCon
         ),
         glue=switch or "on",
         generic_glue=config.generic_glue or (registration.contract is None and switch in ("on", "unpadded")),
-        certified=False if config.certificate == "require" else None,
+        certified=_certified(registration, config, arena, tables),
     )
+
+
+def _certified(
+    registration: Registration, config: RunnerConfig, arena: Arena, tables: Mapping[str, torch.Tensor]
+) -> bool | None:
+    """Tell whether a prep is certified; None for one that need not be. Logs why one is not."""
+    if config.certificate == "off":
+        return None
+    now = Audited.of(registration, arena.slots, tables, arena.space)
+    why = why_uncertified(config.certificate_path, registration.name, now, arena.device)
+    if why is None:
+        return True
+    required = config.certificate == "require"
+    what = "its steps run eagerly" if required else "it is glued all the same"
+    logger.warning("prep %r is not certified: %s; %s. %s", registration.name, why, what, _ADVICE)
+    return False if required else None
+
+
+def read_events(device: Device, units: Iterable[Unit]) -> Reads:
+    """Make the events behind the last read of sources and tables."""
+    until_forward = any(unit.declared.reads_end == "forward" for unit in units)
+    return Reads(device.read_event(), device.read_event(), until_forward)

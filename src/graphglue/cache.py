@@ -260,9 +260,10 @@ class GlueGraphCache:
         """Call the prep as it was recorded for a key; its result is the caller's."""
         return self._recorded(self._entries[key].args)
 
-    def quarantine(self, key: Hashable, cause: str) -> None:
+    def quarantine(self, key: Hashable, cause: str | Exception) -> None:
         """Send a key to the eager fallback until ``maintain()`` repairs it; its static result stays."""
-        self._quarantine(key, self._entries.setdefault(key, Entry()), CaptureError(cause))
+        error = CaptureError(cause) if isinstance(cause, str) else cause
+        self._quarantine(key, self._entries.setdefault(key, Entry()), error)
 
     def maintain(self) -> list[Hashable]:
         """Retry every quarantined key; return those that are recorded now. Never called by a replay.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from graphglue.device.base import Launch, Reads
 from graphglue.errors import ContractError
 from graphglue.graphs.base import Recorder
 from graphglue.registry import Registration
+from graphglue.step import Outputs
 
 logger = logging.getLogger("graphglue")
 
@@ -104,6 +105,7 @@ class Views:
     def __init__(self, arena: Arena, tables: dict[str, torch.Tensor], units: Sequence[Unit]) -> None:
         self._arena, self._tables, self._units = arena, tables, units
         self._kept: dict[Key, tuple[list[View], View]] = {}
+        self.meeting_of: Callable[[Key], Any] = lambda key: None  # how the rows of all ranks meet at a captured key
 
     def of(self, key: Key) -> tuple[list[View], View]:
         """Give the preps' views and the forward's view over the static slots at a key."""
@@ -114,9 +116,10 @@ class Views:
                 self._kept[key] = found
         return found
 
-    def over(self, slots: dict[str, torch.Tensor], key: Key) -> tuple[list[View], View]:
-        """Build the views over other tensors than the static slots."""
-        forward = View(slots, self._tables, key.bucket, key.mode, key.variant, "the forward")
+    def over(self, slots: dict[str, torch.Tensor], key: Key, meeting: Any = None) -> tuple[list[View], View]:
+        """Build the views over other tensors than the static slots; ``meeting`` is that of ranks in an eager step."""
+        meeting = self.meeting_of(key) if meeting is None else meeting
+        forward = View(slots, self._tables, key.bucket, key.mode, key.variant, "the forward", meeting)
         return [self.prep_view(unit, slots, self._tables, key) for unit in self._units], forward
 
     def prep_view(self, unit: Unit, slots: dict[str, torch.Tensor], tables: dict[str, torch.Tensor], key: Key) -> View:
@@ -156,6 +159,8 @@ class Capture:
         self.used_up: set[Key] = set()  # adopted forwards that can only be launched behind their own fill
         self.launches: dict[Key, Composed] = {}
         self._random: dict[Key, str] = {}  # which part of a key draws random numbers
+        self.together: Callable[[bool], bool] = bool  # whether a flag holds on every rank
+        self._broken: ContractError | None = None
 
     def run(self, keys: Sequence[Key], progress: bool | None = None, contain: bool = False) -> list[Key]:
         """Capture keys in the order given; return those with a recorded prep or forward.
@@ -180,12 +185,14 @@ class Capture:
         with session, self._recorder.session(), self._bar(2 * len(keys), progress) as bar:
             for key in keys:
                 self._show(bar, "warm-up", key)
-                with suppress(ContractError) if contain else nullcontext():  # the cache has quarantined the key
-                    self._warm(key)
+                self._warm(key, contain)
             self._recorder.finish()
             for key in keys:
                 self._show(bar, "capture", key)
                 self._record_in_hook(key)
+        if self._broken is not None:
+            broken, self._broken = self._broken, None
+            raise broken
         recorded = [key for key in keys if self.captured(key)]
         logger.info("capture ends: %d of %d keys, %.2f s", len(recorded), len(keys), time.perf_counter() - begin)
         return recorded
@@ -196,18 +203,29 @@ class Capture:
             if (composed := self.launches.pop(key, None)) is not None:
                 composed.launch.close()
 
+    def drawing_part(self, key: Key) -> str | None:
+        """Name the part of a key that draws random numbers: "prep" or "forward"."""
+        return self._random.get(key)
+
     def captured(self, key: Key) -> bool:
         """Tell whether anything of a key replays."""
         caches = [unit.cache for unit in self._units] + ([self._forward] if self._forward else [])
         return any(cache.state(key) is State.CAPTURED for cache in caches)
 
     def missing(self, key: Key) -> bool:
-        """Tell whether anything of a key that could be recorded is not."""
+        """Tell whether anything of a key that could be recorded is not.
+
+        Not so where an engine's own forward reads what the preps left: recorded anew they would leave it elsewhere,
+        and the old memory is gone. Such preps go on eagerly, into the same memory.
+        """
+        adopted = self.adopted is not None and self.adopted.state(key) is State.CAPTURED
+        if adopted and all(unit.cache.has_result(key) for unit in self._units):
+            return False
         preps = [unit.cache for unit in self._units if self._may_glue(unit, key)]
         caches = preps + ([self._forward] if self._forward else [])
         return any(cache.state(key) is not State.CAPTURED for cache in caches)
 
-    def _warm(self, key: Key) -> None:
+    def _warm(self, key: Key, contain: bool) -> None:
         if self._forward is not None and any(
             self._may_glue(unit, key) and unit.cache.state(key) is not State.CAPTURED for unit in self._units
         ):
@@ -216,10 +234,22 @@ class Capture:
             self._arena.fill_capture(key.bucket)
             with self._watch_random(key, "prep"):
                 for unit, view in zip(self._units, self._views.of(key)[0]):
-                    self._warm_prep(unit, key, view)
+                    with self._containing(contain):
+                        self._warm_prep(unit, key, view)
             if self._forward is not None and self._forward.state(key) is not State.CAPTURED:
-                with self._watch_random(key, "forward"):
+                with self._watch_random(key, "forward"), self._containing(contain):
                     self._warm_forward(self._forward, key)
+
+    @contextmanager
+    def _containing(self, contain: bool) -> Iterator[None]:
+        """Go on behind a broken declaration, whose key is quarantined, where that is asked for or other ranks wait."""
+        try:
+            yield
+        except ContractError as error:
+            if not contain and self.together is bool:
+                raise
+            if not contain and self._broken is None:
+                self._broken = error  # raised when this rank has taken part in the whole capture
 
     @contextmanager
     def _watch_random(self, key: Key, part: str) -> Iterator[None]:
@@ -230,11 +260,14 @@ class Capture:
             self._random.setdefault(key, part)
 
     def _warm_forward(self, forward: GlueGraphCache, key: Key) -> None:
-        if failed := [unit for unit in self._units if not unit.cache.has_result(key)]:
+        failed = [unit for unit in self._units if not unit.cache.has_result(key)]
+        if self.together(not failed):  # else one rank would wait in a collective of the forward for the others
+            forward.warm(key, self._views.of(key)[1], self.metadata(key), keep=False)
+        elif failed:
             cause = failed[0].cache.cause(key)
             forward.quarantine(key, f"prep {failed[0].name!r} gave it no metadata: {cause}")
         else:
-            forward.warm(key, self._views.of(key)[1], self.metadata(key), keep=False)
+            forward.quarantine(key, "a prep failed on another rank")
 
     def _warm_prep(self, unit: Unit, key: Key, view: View) -> None:
         """Run a prep for real; one with effects runs on clones of the tables it changes."""
@@ -296,6 +329,18 @@ class Capture:
         self.drop_launches([key])
         self.launches[key] = Composed(launch, None if forward is None else forward.outputs, forward is not None)
 
+    def check_outputs(self, key: Key, axes: Mapping[str, str] | str | None, contain: bool) -> None:
+        """Hold a captured forward's outputs against the declared axes."""
+        if self._forward is None or self._forward.state(key) is not State.CAPTURED:
+            return
+        try:
+            Outputs(self._forward.result(key), axes, key.bucket)
+        except ContractError as error:
+            if not contain:
+                raise
+            self.drop_launches([key])
+            self._forward.quarantine(key, str(error))
+
     def metadata(self, key: Key) -> Any:
         """Give a key's static metadata, as the forward sees it."""
         return self._join([unit.cache.result(key) for unit in self._units])
@@ -311,3 +356,17 @@ class Capture:
         memory = "" if free is None else f", {free / 2**30:.1f} GiB free"
         bar.set_description(f"{what} {key.mode.value} {key.requests}x{key.tokens}{memory}", refresh=False)
         bar.update()
+
+
+def key_stats(key: Key, caches: Iterable[GlueGraphCache]) -> dict[str, Any]:
+    """Give what the caches know of a key, JSON-ready."""
+    entries = {cache.name: cache.entry(key) for cache in caches}
+    return {
+        "mode": key.mode.value,
+        "bucket": list(key.bucket),
+        "variant": repr(key.variant),
+        "states": {name: entry.state.value for name, entry in entries.items()},
+        "causes": {name: entry.cause for name, entry in entries.items() if entry.cause},
+        "capture_seconds": sum(entry.capture_seconds for entry in entries.values()),
+        "num_bytes": sum(entry.num_bytes for entry in entries.values()),
+    }

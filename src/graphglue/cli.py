@@ -27,6 +27,13 @@ class Device(str, enum.Enum):
     CUDA = "cuda"
 
 
+class Level(str, enum.Enum):
+    """Which checks to run."""
+
+    FULL = "full"
+    STATIC = "static"
+
+
 @app.callback()
 def graphglue() -> None:
     """Glue a decode step's fill, metadata prep and forward into CUDA-graph replay."""
@@ -69,6 +76,7 @@ def bench(
     buckets: Annotated[str | None, typer.Option(help="Requests of each bucket, such as 1,4,16.")] = None,
     only: Annotated[str | None, typer.Option(help="Sections to run, such as floor,slots.")] = None,
     peer: Annotated[list[str] | None, typer.Option(help="sglang=DIR, where its wheel was unpacked.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="CSV of arrivals, as demo takes, for the section ranks.")] = None,
 ) -> None:
     """Measure what a decode step costs the host, in all the ways there are to launch it.
 
@@ -80,12 +88,38 @@ def bench(
         if path is not None and not path.absolute().parent.is_dir():
             raise typer.BadParameter(f"{path.absolute().parent} is no directory", param_hint=option)
     try:
-        settings = command.parsed(device.value, steps, buckets, only, peer or [])
+        settings = command.parsed(device.value, steps, buckets, only, peer or [], trace)
         report = command.run_and_write(settings, json, plot)
     except ConfigError as error:
         typer.echo(f"graphglue bench: {error}", err=True)
         raise typer.Exit(2) from error
     command.show(report)
+
+
+@app.command()
+def audit(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="MODULE:FACTORY", help="Returns a Runner, or (Runner, perturb).", show_default=False),
+    ],
+    json: Annotated[Path | None, typer.Option(help="Also write the certificate to this file.")] = None,
+    level: Annotated[Level, typer.Option(help="static runs trace, same_ops and pointers only.")] = Level.FULL,
+) -> None:
+    """Check what the preps of a runner declare, and give a certificate.
+
+    Exits with 1 if any check fails, with 2 if the audit can not run.
+    """
+    from graphglue.audit import command
+
+    if json is not None and not json.absolute().parent.is_dir():
+        raise typer.BadParameter(f"{json.absolute().parent} is no directory", param_hint="--json")
+    try:
+        certificate = command.run(target, level.value, json)
+    except ConfigError as error:
+        typer.echo(f"graphglue audit: {error}", err=True)
+        raise typer.Exit(2) from error
+    command.show(certificate)
+    raise typer.Exit(0 if certificate.passed else 1)
 
 
 def _print(result: DemoResult, console: Console) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -18,10 +19,45 @@ _FROM_ENVIRONMENT = (
     "waste_limit",
     "generic_glue",
     "certificate",
+    "certificate_path",
     "clone_outputs",
     "events",
     "warmups",
 )
+
+
+class Shadow(BaseModel):
+    """Configure the shadow check: sampled glued steps are held against an eager twin, bit for bit. Frozen.
+
+    Args:
+        first: sample the first glued steps of each key.
+        every: sample every so many glued steps of the runner; 0 for none but the first ones.
+        on_mismatch: "quarantine" runs the prep eagerly at that key until ``maintain()``; "raise" does so as well, and
+            raises ``DivergenceError`` from the next step before it writes anything; "count" only counts.
+
+    Raises:
+        ConfigError: an unknown key or a value of the wrong kind.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    first: int = Field(default=8, ge=0)
+    every: int = Field(default=1000, ge=0)
+    on_mismatch: Literal["quarantine", "raise", "count"] = "quarantine"
+
+    def samples(self, of_key: int, of_runner: int) -> bool:
+        """Tell whether a glued step is sampled. Pure, so that ranks that agree on the numbers agree on the steps.
+
+        Args:
+            of_key: its number among the glued steps of its key, from 1.
+            of_runner: its number among those of the runner, from 1.
+        """
+        return of_key <= self.first or (self.every > 0 and of_runner % self.every == 0)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _say_config_error(cls, values: Any, handler: Any) -> Any:
+        return _validated(cls, values, handler)
 
 
 class RunnerConfig(BaseModel):
@@ -36,12 +72,14 @@ class RunnerConfig(BaseModel):
         waste_limit: largest bucket tokens / real tokens; by default 2 in EXTEND, none elsewhere.
         generic_glue: glue preps without a contract, on unpadded DECODE replays with no feature active.
         glue: per prep: "on", "unpadded" (never on padded replays) or "off".
-        certificate: "require" glues no prep without a valid certificate.
+        certificate: "require" glues no prep without a valid certificate; "warn" glues it, and logs why it has none.
+        certificate_path: the file that ``graphglue audit MODULE:FACTORY --json FILE`` wrote.
         clone_outputs: return copies that later replays do not rewrite.
         events: record ``Step.sources_read()`` and ``Step.tables_read()``; about 4 us of device time a step.
         max_requests: request rows where the ladder counts tokens (EXTEND).
         modes: the modes to capture; by default all that the contracts declare.
         warmups: real runs of each key before it is recorded.
+        shadow: hold sampled glued steps against an eager twin while serving; None holds none.
 
     Raises:
         ConfigError: an unknown key or a value of the wrong kind.
@@ -54,23 +92,21 @@ class RunnerConfig(BaseModel):
     waste_limit: float | None = Field(default=None, ge=1.0)
     generic_glue: bool = False
     glue: dict[str, Literal["on", "unpadded", "off"]] = {}
-    certificate: Literal["off", "require"] = "off"
+    certificate: Literal["off", "warn", "require"] = "off"
+    certificate_path: Path | None = None
     clone_outputs: bool = False
     events: bool = False
     max_requests: int | None = Field(default=None, ge=1)
     modes: frozenset[Mode] | None = None
     warmups: int = Field(default=2, ge=1)
+    shadow: Shadow | None = None
 
     @model_validator(mode="wrap")
     @classmethod
     def _say_config_error(cls, values: Any, handler: Any) -> Any:
         if isinstance(values, dict):
             values = {**_environment(), **values}
-        try:
-            return handler(values)
-        except ValidationError as error:
-            faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-            raise ConfigError(f"RunnerConfig is not usable: {faults}; known are {sorted(cls.model_fields)}") from error
+        return _validated(cls, values, handler)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> RunnerConfig:
         """Copy with changes, which are checked like any configuration."""
@@ -84,6 +120,14 @@ class RunnerConfig(BaseModel):
         if self.waste_limit is not None:
             return self.waste_limit
         return 2.0 if mode is Mode.EXTEND else 0.0
+
+
+def _validated(kind: type[BaseModel], values: Any, handler: Callable[[Any], Any]) -> Any:
+    try:
+        return handler(values)
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise ConfigError(f"{kind.__name__} is not usable: {faults}; known are {sorted(kind.model_fields)}") from error
 
 
 def _environment() -> dict[str, str]:

@@ -8,30 +8,27 @@ from typing import Any
 
 import torch
 
-from graphglue.assembly import build_unit, check_declarations, key_space, resolve_preps
+from graphglue.agreeing import Agreement, agreed_space, checked_ranks
+from graphglue.assembly import build_unit, check_declarations, key_space, read_events, resolve_preps
 from graphglue.cache import GlueGraphCache
-from graphglue.capture import Capture, CaptureHooks, Views
+from graphglue.capture import Capture, CaptureHooks, Views, key_stats
 from graphglue.config import RunnerConfig
 from graphglue.core.batch import Batch
 from graphglue.core.buckets import Bucket, Ladder
 from graphglue.core.keys import Key
-from graphglue.core.routing import Decision, State
+from graphglue.core.routing import Decision
 from graphglue.core.slots import Slot
 from graphglue.core.tables import Tables, TableSource, check_indices
 from graphglue.core.view import View
 from graphglue.device.arena import Arena
-from graphglue.device.base import Reads
-from graphglue.errors import (
-    CaptureError,
-    ClosedError,
-    ConfigError,
-    ContractError,
-)
+from graphglue.errors import CaptureError, ClosedError, ConfigError, ContractError
 from graphglue.graphs.base import Recorder
-from graphglue.registry import Prep, Registry
+from graphglue.ranks.facts import RankFacts
+from graphglue.ranks.plan import RankPlan
+from graphglue.registry import Prep, Registration, Registry
 from graphglue.step import Outputs, Prepared, Step, checked_axes
 from graphglue.stepping import Stepper
-from graphglue.turn import Turn
+from graphglue.turn import Turn, in_use
 
 
 class Runner:
@@ -49,7 +46,7 @@ class Runner:
         variants: the forward variants to capture (``Batch.variant``).
         output_axes: leaf of the forward's outputs -> token, request, fixed or bucket (not
             narrowed); None when dim 0 of every output is tokens.
-        ranks: a rank group; None for a runner that agrees with nobody.
+        ranks: a rank group; every rank then makes the same calls. None for a runner that agrees with nobody.
         hooks: context managers around the capture, the engine's own pool and stream.
         recorder: records instead of the device's own recorder.
         config: everything that is a plain value.
@@ -80,8 +77,6 @@ class Runner:
         recorder: Recorder | None = None,
         config: RunnerConfig | None = None,
     ) -> None:
-        if ranks is not None:
-            raise ConfigError("ranks: this version agrees with nobody; leave ranks out")
         if config is not None and not isinstance(config, RunnerConfig):
             raise ConfigError(f"config is a {type(config).__name__}; expected a RunnerConfig")
         for what, given, kind in (("hooks", hooks, CaptureHooks), ("registry", registry, Registry)):
@@ -95,14 +90,16 @@ class Runner:
         self._output_axes = checked_axes(output_axes)
         self._several = isinstance(prep, (list, tuple))
         registrations = resolve_preps(prep, registry)
-        self.space = key_space(Ladder(ladder), tokens_per_request, variants, registrations, self.config)
-        self.arena = Arena(slots, self.space, device=device)
+        space = key_space(Ladder(ladder), tokens_per_request, variants, registrations, self.config)
+        self.space = agreed_space(space, checked_ranks(ranks), self.config.max_requests)
+        self.arena = Arena(slots, self.space, device=device, num_ranks=1 if ranks is None else ranks.size)
         self._tables = Tables(tables or {}, self.arena.device.torch_device)
         check_declarations(registrations, self.arena.slots, self._tables.tensors, self.config, forward is not None)
         hooks = hooks or CaptureHooks()
         recorder = recorder or self.arena.device.recorder(hooks.stream, hooks.pool)
-        self._units = [build_unit(registration, recorder, self.config) for registration in registrations]
-        self._reads = self._read_events() if self.config.events else None
+        tensors = self._tables.tensors
+        self._units = [build_unit(one, recorder, self.config, self.arena, tensors) for one in registrations]
+        self._reads = read_events(self.arena.device, self._units) if self.config.events else None
         self._forward = None if forward is None else GlueGraphCache(forward, recorder=recorder, name="forward")
         self._views = Views(self.arena, self._tables.tensors, self._units)
         self._capture = Capture(
@@ -116,12 +113,28 @@ class Runner:
         self._wanted: tuple[Key, ...] = ()
         self._turn = Turn()
         self._closed = False
+        self._agreement: Agreement | None = None
+        if ranks is not None:
+            self._agreement = Agreement(
+                ranks, self._stepper, self.arena, self._capture, self._views, self.config, self._check_step
+            )
+            self._agreement.compare(registrations, self.arena.slots.values())
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         """The buckets that are captured, the smallest first; before ``capture()`` those that will be."""
         keys = self._wanted or self.space.keys()
         return tuple(sorted({key.bucket for key in keys}))
+
+    @property
+    def registrations(self) -> tuple[Registration, ...]:
+        """The preps with what they declare, in order."""
+        return tuple(unit.registration for unit in self._units)
+
+    @property
+    def tables(self) -> dict[str, torch.Tensor]:
+        """The tables that preps read, by name."""
+        return dict(self._tables.tensors)
 
     def capture(self, buckets: Iterable[int | Bucket] | None = None, progress: bool | None = None) -> None:
         """Capture every key of the ladder, or of some of its sizes, the largest first.
@@ -144,11 +157,14 @@ class Runner:
             if any(self._capture.captured(key) for key in self._wanted):
                 raise CaptureError("keys are captured already; call reset() first, or maintain() to retry single ones")
             self._tables.check()
-            self._wanted = self.space.keys(None if buckets is None else self._sizes(buckets))
+            sizes = None if buckets is None else self.space.sizes_of(buckets)
+            if self._agreement is not None:
+                self._agreement.ranks.compare({"sizes to capture": str(sizes or self.space.ladder)})
+            self._wanted = self.space.keys(sizes)
             if not self._capture_keys(self._wanted, progress):
                 raise CaptureError(f"no key could be captured; {self._first_cause()}")
 
-    def replay(self, batch: Batch, plan: Any = None) -> Step:
+    def replay(self, batch: Batch, plan: RankPlan | None = None) -> Step:
         """Run one step and return its results, which the next replay rewrites.
 
         Args:
@@ -158,16 +174,21 @@ class Runner:
         Raises:
             BindError: the batch does not fit the slots; nothing was written.
             StaleTableError: a table moved; nothing was written.
+            DivergenceError: a sampled step differed, once, where the config asks for it; nothing was written.
             CapacityError: the batch exceeds the ladder and there is no forward to run eagerly.
 
         Sync: none of its own. Runs on the caller's current stream.
         """
-        self._turn.take()
+        if not self._turn.take():
+            raise in_use()
         try:
-            self._check_step(plan)
-            lane = self._stepper.lane(batch)  # describe, admit, agree, route
-            writes = self._stepper.load(lane, batch)  # bind: the last check, nothing is written before
-            metadata, outputs, decision, _ = self._stepper.run(lane, writes)  # one launch, or one by one
+            if self._agreement is None:
+                self._check_step(plan)
+                lane = self._stepper.lane(batch)  # describe, admit, route
+                writes = self._stepper.load(lane, batch)  # bind: the last check, nothing is written before
+            else:
+                lane, writes = self._agreement.enter(batch, plan)  # the same, and agree before route
+            metadata, outputs, decision, _ = self._stepper.run(lane, writes, batch)  # launch, check, note
             return Step(outputs, metadata, decision, lane.raw, self._reads)
         finally:
             self._turn.end()
@@ -180,20 +201,33 @@ class Runner:
         self._check_open()
         return self._stepper.decide(batch)[2]
 
-    def prepare(self, batch: Batch) -> Prepared:
+    def facts(self, batch: Batch) -> RankFacts:
+        """State a step for the other ranks, for an engine that exchanges facts itself and calls ``replay(plan=)``.
+
+        Communicates with nobody. A batch that is refused is stated as such, and raises in ``replay``. Sync: none.
+        """
+        if self._agreement is None:
+            raise ConfigError("facts: this runner has no ranks; build it with ranks=RankGroup(...)")
+        with self._turn:
+            return self._agreement.facts(batch)
+
+    def prepare(self, batch: Batch, plan: RankPlan | None = None) -> Prepared:
         """Fill the slots and run the preps of one step, for an engine that owns its forward.
 
         Raises:
-            BindError, StaleTableError: as ``replay``.
+            BindError, StaleTableError, DivergenceError: as ``replay``.
             CapacityError: the batch exceeds the ladder or a slot; nothing was written.
 
         Sync: none of its own. Runs on the caller's current stream.
         """
         with self._turn:
-            self._check_step(None)
-            lane = self._stepper.lane(batch)
-            writes = self._stepper.load(lane, batch, forward_needed=False)
-            metadata, _, decision, view = self._stepper.run(lane, writes, forward=False)
+            if self._agreement is None:
+                self._check_step(plan)
+                lane = self._stepper.lane(batch)
+                writes = self._stepper.load(lane, batch, forward_needed=False)
+            else:
+                lane, writes = self._agreement.enter(batch, plan, forward=False)
+            metadata, _, decision, view = self._stepper.run(lane, writes, batch, forward=False)
             return Prepared(view, metadata, decision, lane.raw)
 
     def adopt_forward(
@@ -227,12 +261,12 @@ class Runner:
                 )
             if self._forward is not None:
                 raise ConfigError("adopt_forward: this runner captures its own forward; build it with forward=None")
-            bucket = self.space.bucket(self._sizes([bucket])[0])
+            bucket = self.space.bucket(self.space.sizes_of([bucket])[0])
             recording = self.arena.device.adopt(graph, outputs)
             Outputs(outputs, self._output_axes, bucket)  # checks the declared axes
             if self._stepper.forward is None:
                 self._stepper.forward = self._capture.adopted = GlueGraphCache(_engine_forward, name="forward")
-            key = Key(self.space.modes[0], *bucket, None, variant)
+            key = self.space.key(self.space.modes[0], bucket, variant)
             self._stepper.forward.adopt(key, recording)
             self._capture.adopt(key, random)
             self._stepper.forget()
@@ -266,7 +300,10 @@ class Runner:
         """
         with self._turn:
             self._check_open()
+            self._stepper.settle(wait=True)
             keys = [key for key in self._wanted if self._capture.missing(key)]
+            if self._agreement is not None:
+                keys = self._agreement.missing_keys(self._wanted, self._capture.missing)
             if keys:
                 self._tables.check()
                 self._capture_keys(keys, progress=False, repair=True)
@@ -285,12 +322,13 @@ class Runner:
             self._closed = True
 
     def stats(self) -> dict[str, Any]:
-        """Give the counters since construction and the state of every key, JSON-ready."""
+        """Give counters since construction and every key's state, JSON-ready. Sync: samples of the shadow check."""
         uncompiled = {unit.name: unit.cache.compile_fallback for unit in self._units if unit.cache.compile_fallback}
         return {
             **self._stepper.ledger.counters(),
             "compile_fallbacks": uncompiled,
-            "keys": [self._key_stats(key) for key in self._wanted],
+            "shadow": None if self._stepper.shadow is None else self._stepper.shadow.stats(),
+            "keys": [key_stats(key, self._caches()) for key in self._wanted],
         }
 
     def __enter__(self) -> Runner:
@@ -313,27 +351,16 @@ class Runner:
             self._stepper.forget()
             recorded = self._capture.run(tuple(keys), progress, contain=repair)
             for key in recorded:
-                self._check_outputs(key, contain=repair)
+                self._capture.check_outputs(key, self._output_axes, contain=repair)
         except BaseException:  # a broken declaration or an interrupt: no key is left half captured
             self._drop_keys(keys if repair else None)
             raise
         return recorded
 
-    def _check_outputs(self, key: Key, contain: bool) -> None:
-        """Hold a captured forward's outputs against the declared axes."""
-        if self._forward is None or self._forward.state(key) is not State.CAPTURED:
-            return
-        try:
-            Outputs(self._forward.result(key), self._output_axes, key.bucket)
-        except ContractError as error:
-            if not contain:
-                raise
-            self._capture.drop_launches([key])
-            self._forward.quarantine(key, str(error))
-
     def _drop_keys(self, keys: Iterable[Key] | None = None) -> None:
         self.arena.device.synchronize()  # a graph that still runs must not lose its memory
-        self._stepper.forget()
+        self._stepper.settle(wait=True)
+        self._stepper.forget(anew=keys is None)
         for key in list(self._capture.launches) if keys is None else keys:
             self._capture.drop_launches([key])
         for cache in self._caches():
@@ -347,46 +374,19 @@ class Runner:
         forward = self._stepper.forward
         return ([forward] if forward else []) + [unit.cache for unit in self._units]
 
-    def _read_events(self) -> Reads:
-        device = self.arena.device
-        until_forward = any(unit.declared.reads_end == "forward" for unit in self._units)
-        return Reads(device.read_event(), device.read_event(), until_forward)
-
-    def _sizes(self, buckets: Iterable[int | Bucket]) -> list[int]:
-        if not isinstance(buckets, Iterable) or not (wanted := list(buckets)):
-            raise ConfigError(f"capture of {buckets!r}: expected sizes of the ladder {list(self.space.ladder)}")
-        sizes = []
-        for bucket in wanted:
-            counted = self.space.counts_tokens
-            size = (bucket.tokens if counted else bucket.requests) if isinstance(bucket, Bucket) else bucket
-            known = size in self.space.ladder
-            if not known or (isinstance(bucket, Bucket) and bucket != self.space.bucket(size)):
-                sizes_known = f"the ladder has {list(self.space.ladder)}"
-                raise ConfigError(f"capture of {bucket!r}: {sizes_known}; add it there, or give one of its sizes")
-            sizes.append(size)
-        return list(dict.fromkeys(sizes))
-
     def _first_cause(self) -> str:
         causes = [cause for key in self._wanted for cache in self._caches() if (cause := cache.cause(key))]
         return f"the first cause: {causes[0]}" if causes else "there is no forward, and no prep may be glued"
 
-    def _key_stats(self, key: Key) -> dict[str, Any]:
-        entries = {cache.name: cache.entry(key) for cache in self._caches()}
-        return {
-            "mode": key.mode.value,
-            "bucket": list(key.bucket),
-            "variant": repr(key.variant),
-            "states": {name: entry.state.value for name, entry in entries.items()},
-            "causes": {name: entry.cause for name, entry in entries.items() if entry.cause},
-            "capture_seconds": sum(entry.capture_seconds for entry in entries.values()),
-            "num_bytes": sum(entry.num_bytes for entry in entries.values()),
-        }
-
-    def _check_step(self, plan: Any) -> None:
+    def _check_step(self, plan: Any = None) -> None:
         """Refuse what no step may run with: a closed runner, a plan nobody agreed on, a moved table."""
-        self._check_open()
+        if self._closed:
+            self._check_open()
         if plan is not None:
             raise ConfigError("replay(plan=...): this runner has no ranks to agree with; leave plan out")
+        if (shadow := self._stepper.shadow) is not None and (shadow.pending or shadow.error):
+            self._stepper.settle()
+            shadow.raise_error()
         self._tables.check()
 
     def _check_open(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,11 +20,17 @@ from graphglue.core.routing import Decision, Reason, Route, StepFacts, route
 from graphglue.core.view import View
 from graphglue.device.arena import Arena, over_capacity
 from graphglue.device.base import Reads
-from graphglue.errors import BindError
+from graphglue.errors import BindError, ContractError
 from graphglue.lanes import Lane, Lanes
 from graphglue.ledger import Ledger
+from graphglue.results import copy_into
 from graphglue.step import Outputs
 
+if TYPE_CHECKING:
+    from graphglue.audit.shadow import ShadowCheck
+    from graphglue.audit.twin import Twin
+
+SAMPLED = "a sampled step is launched part by part: its twin is compared before the forward"
 _MAX_KNOWN = 3  # ways of binding that a lane remembers: an engine has one, and a second for warm-up or tests
 
 
@@ -54,10 +60,30 @@ class Stepper:
         self._tables_until_forward = reads is not None and reads.tables_until_forward
         self._lanes = Lanes()
         self.ledger = Ledger()
+        self.bound = False  # by what the ranks agreed: no forward changes its route any more
+        self._late: ContractError | None = None  # raised when the step has ended
+        self.shadow = self._open_shadow(config)
+        self._planned_last: Mapping[str, Any] = {}
 
-    def forget(self) -> None:
-        """Forget all decisions: the state of a key changed."""
+    @property
+    def plans_on_host(self) -> bool:
+        """Whether some backend's host planner runs at every step."""
+        return bool(self._plans)
+
+    def runs(self, forward: Route) -> bool:
+        """Tell whether a step whose forward takes this route runs it here, and not in the engine."""
+        return self._run_forward is not None or (forward is Route.GRAPH and self.forward is not None)
+
+    def forget(self, anew: bool = False) -> None:
+        """Forget all decisions: the state of a key changed; ``anew`` where every key was dropped."""
         self._lanes.clear()
+        if anew and self.shadow is not None:
+            self.shadow.forget()
+
+    def settle(self, wait: bool = False) -> None:
+        """Act on the shadow check's verdicts: those that are there, or all of them. Sync: none, unless it waits."""
+        if self.shadow is not None and self.shadow.settle(wait):
+            self.forget()
 
     def lane(self, batch: Batch) -> Lane:
         """Describe a batch and decide where it goes. Writes nothing. Sync: none.
@@ -77,7 +103,10 @@ class Stepper:
             and (batch.num_requests > 0 or (isinstance(batch.sources, Mapping) and not batch.sources))
         )
         counts = (batch.num_requests, batch.num_tokens, batch.mode, batch.variant, batch.features)
-        lane = self._lanes.get(counts) if plain else None
+        try:
+            lane = self._lanes.get(counts) if plain else None
+        except TypeError:  # a variant that can not be looked up; describing the batch says so
+            lane, plain = None, False
         if lane is None:
             lane = self._new_lane(batch)
             if plain and lane.fill is not None:
@@ -99,12 +128,17 @@ class Stepper:
             padding=config.padding,
             waste_limit=config.waste_limit_in(batch.mode),
         )
-        key = Key(batch.mode, *(raw if facts.exact or bucket is None else bucket), None, batch.variant)
+        exact = facts.exact or bucket is None
+        key = Key(batch.mode, *raw, None, batch.variant) if exact else space.key(batch.mode, bucket, batch.variant)  # type: ignore[arg-type]
+        return raw, facts, self.route(facts, key)
+
+    def route(self, facts: StepFacts, key: Key) -> Decision:
+        """Look a step up in the table, at its key's states."""
         preps = {unit.name: unit.facts(key) for unit in self._units}
         decision = route(facts, preps, key, None if self.forward is None else self.forward.state(key))
         if decision.forward is Route.GRAPH and decision.prep is not Route.GLUE and key in self._capture.used_up:
             decision = replace(decision, forward=Route.EAGER, forward_reason=Reason.NO_FORWARD_GRAPH)
-        return raw, facts, decision
+        return decision
 
     def load(self, lane: Lane, batch: Batch, forward_needed: bool = True) -> list[Write] | None:
         """Hold the sources against the slots, and take them in; host values are snapshotted now.
@@ -118,45 +152,109 @@ class Stepper:
             BindError: a source does not fit.
             CapacityError: nothing covers the batch, and there is no forward that could run it eagerly.
         """
-        for known in lane.known:
-            if lane.fill.load_known(known, batch.sources):  # type: ignore[union-attr]
+        for take in lane.known:
+            if take(batch.sources):
                 return None
-        scratch = lane.facts.bucket is None
+        scratch = lane.facts.beyond
         if scratch and (self._run_forward is None or not forward_needed):
             raise over_capacity(lane.raw, self._arena.space)
         sources = self._planned(lane, batch) if self._plans else batch.sources
-        writes = self._arena.bind(sources, lane.raw, lane.decision.bucket, scratch=scratch)
+        writes = self._arena.bind(sources, lane.raw, lane.decision.key.bucket, lane.rank_counts, scratch)
         if lane.fill is None:
             return writes
         lane.fill.load(writes)
-        if not self._plans and (known := lane.fill.remember(writes, sources)) is not None:
-            lane.known = [known, *lane.known[: _MAX_KNOWN - 1]]
+        if not self._plans and (learned := lane.fill.remember(writes, sources)) is not None:
+            lane.known = [learned, *lane.known[: _MAX_KNOWN - 1]]
         return None
 
-    def run(self, lane: Lane, writes: list[Write] | None, forward: bool = True) -> tuple[Any, Any, Decision, View]:
+    def run(
+        self, lane: Lane, writes: list[Write] | None, batch: Batch, forward: bool = True
+    ) -> tuple[Any, Any, Decision, View]:
         """Fill, prepare and run the forward, on the caller's current stream. Sync: none of its own.
 
         Returns:
             Metadata, outputs narrowed to the real rows, the decision, and the forward's view.
         """
-        self._arena.device.enter_step()
+        shadow = lane.shadow
+        if shadow is not None:  # counted here: a call would cost a microsecond where the code is cold
+            shadow.step += 1
+            if (lane.young or shadow.step == shadow.next) and shadow.samples(lane):
+                return self._run_beside_twin(lane, batch, forward)
+        if forward and lane.whole is not None:
+            return lane.whole()
         if lane.launch is not None and (forward or lane.decision.forward is not Route.GRAPH):
             return self._run_launch(lane, forward)
+        self._arena.device.enter_step()
+        return self._run_parts(lane, writes, forward)
+
+    def _run_beside_twin(self, lane: Lane, batch: Batch, forward: bool) -> tuple[Any, Any, Decision, View]:
+        assert self.shadow is not None
+        self._arena.device.enter_step()
+        twin = self.shadow.begin(lane, self._planned_last if self._plans else batch.sources, lane.rank_counts)
+        # A forward may write in place what is compared, so one inside the launch is left for later.
+        if lane.launch is not None and lane.outputs is None and not any(unit.declared.effects for unit in self._units):
+            return self._run_launch(lane, forward, twin)
+        return self._run_parts(lane, None, forward, twin)
+
+    def _run_parts(
+        self, lane: Lane, writes: list[Write] | None, forward: bool, twin: Twin | None = None
+    ) -> tuple[Any, Any, Decision, View]:
         views, forward_view = self._fill(lane, writes)
         self._record_read("sources", True)
-        metadata, decision = self._run_preps(lane.decision, views)
+        try:
+            metadata, decision = self._run_preps(lane.decision, views, twin)
+        except Exception:
+            if forward and self.bound:
+                self._keep_company(lane)
+            raise
         self._record_read("tables", not self._tables_until_forward)
+        if twin is not None and self.shadow is not None:
+            self.shadow.check(twin)
         outputs = self._run_model(lane, decision, forward_view, metadata) if forward else None
         self._record_read("tables", self._tables_until_forward)
-        tally = lane.tally if decision is lane.decision else self.ledger.tally(decision, lane.facts.exact)
+        by_parts = SAMPLED if twin is not None and lane.launch is not None else None
+        as_decided = decision is lane.decision and by_parts is None
+        tally = lane.tally if as_decided else self.ledger.tally(decision, lane.facts.exact, by_parts)
         self.ledger.note(tally, decision, lane.raw)
+        if self._late is not None:
+            late, self._late = self._late, None
+            raise late
         return self._handed_out(metadata), self._handed_out(outputs), decision, forward_view
 
-    def _run_launch(self, lane: Lane, forward: bool) -> tuple[Any, Any, Decision, View]:
+    def _keep_company(self, lane: Lane) -> None:
+        """Replay an agreed graph though a prep raised: the other ranks are in its collectives, and wait."""
+        if lane.decision.forward is Route.GRAPH and self.forward is not None:
+            self.forward.replay(lane.decision.key)
+
+    def _whole(self, lane: Lane) -> Callable[[], tuple[Any, Any, Decision, View]]:
+        """Build the run of a step that is one launch and nothing else.
+
+        It does what ``_run_launch`` does, in one call: right after a wait for the device the host's caches
+        are cold, and every Python function in the way costs about a microsecond.
+        """
+        assert lane.launch is not None
+        assert lane.metadata is not None
+        assert lane.outputs is not None
+        assert lane.forward_view is not None
+        launch, tally, decision, view, raw = lane.launch, lane.tally, lane.decision, lane.forward_view, lane.raw
+        metadata_of, outputs_of, note = lane.metadata.tree, lane.outputs.tree, self.ledger.note
+
+        def run() -> tuple[Any, Any, Decision, View]:
+            launch.run()
+            note(tally, decision, raw)
+            return metadata_of(), outputs_of(), decision, view
+
+        return run
+
+    def _run_launch(self, lane: Lane, forward: bool, twin: Twin | None = None) -> tuple[Any, Any, Decision, View]:
         assert lane.launch is not None
         assert lane.metadata is not None
         assert lane.forward_view is not None
         lane.launch.run()
+        if twin is not None and self.shadow is not None:
+            for position in range(len(self._units)):
+                twin.prepare(position)
+            self.shadow.check(twin)
         for unit in self._publishers:
             unit.registration.publish(trees.rebuilt(unit.cache.result(lane.decision.key)))  # type: ignore[misc]
         self.ledger.note(lane.tally, lane.decision, lane.raw)
@@ -171,7 +269,10 @@ class Stepper:
         return metadata, outputs, lane.decision, lane.forward_view
 
     def _new_lane(self, batch: Batch) -> Lane:
-        raw, facts, decision = self.decide(batch)
+        return self.lane_of(*self.decide(batch))
+
+    def lane_of(self, raw: Bucket, facts: StepFacts, decision: Decision) -> Lane:
+        """Build the lane of a decision."""
         lane = Lane(raw, facts, decision, self.ledger.tally(decision, facts.exact))
         if facts.exact:
             return lane
@@ -187,6 +288,11 @@ class Stepper:
             lane.tally = self.ledger.tally(decision, False, lane.launch.fallback or "")
         if decision.forward is Route.GRAPH:
             lane.outputs = trees.Packed(Outputs(outputs, self._output_axes, decision.bucket).real(raw))
+        more = self._publishers or self._config.clone_outputs
+        if lane.launch is not None and lane.outputs is not None and not more:
+            lane.whole = self._whole(lane)
+        if self.shadow is not None:
+            self.shadow.watch(lane, self.bound)
         return lane
 
     def _planned(self, lane: Lane, batch: Batch) -> Mapping[str, Any]:
@@ -195,7 +301,7 @@ class Stepper:
         for unit in self._plans:
             if lane.decision.preps[unit.name].route is Route.SKIP:
                 continue
-            planned = unit.registration.plan(batch, lane.decision.bucket)  # type: ignore[misc]
+            planned = unit.registration.plan(batch, lane.decision.key.bucket)  # type: ignore[misc]
             if not isinstance(planned, Mapping):
                 seen = type(planned).__name__
                 raise BindError(f"the plan of prep {unit.name!r} returned a {seen}; expected slot names with values")
@@ -204,22 +310,25 @@ class Stepper:
                     f"slots {twice} come from the batch and from the plan of prep {unit.name!r}; leave one out"
                 )
             sources = {**sources, **planned}
+        self._planned_last = sources
         return sources
 
     def _fill(self, lane: Lane, writes: list[Write] | None) -> tuple[list[View], View]:
-        bucket, key = lane.decision.bucket, lane.decision.key
+        key = lane.decision.key
         if lane.fill is not None and lane.views is not None and lane.forward_view is not None:
             lane.fill.run()
             return lane.views, lane.forward_view
         assert writes is not None
-        if lane.facts.bucket is None:  # more rows than the slots have: fresh tensors, the slots stay as they are
-            return self._views.over(self._arena.scratch(writes, bucket), key)
-        self._arena.device.fill_once(writes, self._arena.targets(bucket))
-        return self._views.over(self._arena.targets(bucket), key)
+        if lane.facts.beyond:  # fresh tensors, the slots stay as they are
+            return self._views.over(self._arena.scratch(writes, key.bucket), key, lane.meeting)
+        self._arena.device.fill_once(writes, self._arena.targets(key.bucket))
+        return self._views.over(self._arena.targets(key.bucket), key, lane.meeting)
 
-    def _run_preps(self, decision: Decision, views: list[View]) -> tuple[Any, Decision]:
+    def _run_preps(self, decision: Decision, views: list[View], twin: Twin | None = None) -> tuple[Any, Decision]:
         results, changes = [], []
-        for unit, view in zip(self._units, views):
+        for position, (unit, view) in enumerate(zip(self._units, views)):
+            if twin is not None:
+                twin.prepare(position)
             result, changed = unit.run(decision.preps[unit.name].route, decision.key, view)
             if unit.registration.publish is not None:
                 unit.registration.publish(trees.rebuilt(result))
@@ -227,18 +336,37 @@ class Stepper:
             changes.append(changed)
         readable = decision.forward_reason in (None, Reason.NO_FORWARD_GRAPH)
         if readable and any(changes):  # a graph, ours or the engine's, reads the static metadata, which is old now
-            decision = replace(decision, forward=Route.EAGER, forward_reason=Reason.METADATA_CHANGED)
+            if self.bound and decision:
+                self._late = _changed_alone(next(filter(None, changes)))
+            else:
+                decision = replace(decision, forward=Route.EAGER, forward_reason=Reason.METADATA_CHANGED)
         return self._join(results), decision
 
     def _run_model(self, lane: Lane, decision: Decision, view: View, metadata: Any) -> Any:
         if decision.forward is Route.GRAPH and self.forward is not None:
             self.forward.replay(decision.key)
+            if lane.launch is not None:
+                self._mirror_outputs(decision.key)
             return None if lane.outputs is None else lane.outputs.tree()
         if self._run_forward is None:
             return None
         with torch.no_grad():
             outputs = self._run_forward(view.fresh(), trees.map_tensors(torch.Tensor.detach, metadata))
-        return Outputs(outputs, self._output_axes, decision.bucket).real(lane.raw)
+        return Outputs(outputs, self._output_axes, decision.key.bucket).real(lane.raw)
+
+    def _mirror_outputs(self, key: Key) -> None:
+        """Bring outputs to where the launch, left aside for once, would have left them."""
+        assert self.forward is not None
+        usual, outputs = self._capture.launches[key].outputs, self.forward.result(key)
+        if usual is not outputs:  # a forward that draws random numbers is recorded twice
+            copy_into(usual, outputs)
+
+    def _open_shadow(self, config: RunnerConfig) -> ShadowCheck | None:
+        if config.shadow is None:
+            return None
+        from graphglue.audit.shadow import ShadowCheck  # a runner without one loads no audit
+
+        return ShadowCheck(config.shadow, self._arena, self._units, self._views, self._capture)
 
     def _record_read(self, what: str, now: bool) -> None:
         if self._reads is not None and now:
@@ -246,3 +374,10 @@ class Stepper:
 
     def _handed_out(self, tree: Any) -> Any:
         return trees.map_tensors(torch.clone, tree) if self._config.clone_outputs else tree
+
+
+def _changed_alone(how: str) -> ContractError:
+    return ContractError(
+        f"a prep that ran eagerly returned other metadata than its graph reads: {how}. The ranks had agreed on the "
+        "graph, so it ran with an earlier step's metadata, and this rank's outputs are void; return what was captured"
+    )

@@ -27,8 +27,8 @@ pytestmark = pytest.mark.usefixtures("frozen_imports")
 EAGER, GLUE, SKIP, GRAPH = gg.Route.EAGER, gg.Route.GLUE, gg.Route.SKIP, gg.Route.GRAPH
 Why = gg.Reason
 
-# Reasons that route() alone can not give: one comes from the agreement of ranks, which is not built
-# yet, the other from what an eager prep returned.
+# Reasons that route() does not give here: one comes from what ranks agreed on (StepFacts.agreed, see
+# unit/ranks/test_admission.py), the other from what an eager prep returned.
 LATER = {Why.AGREED_EAGER, Why.METADATA_CHANGED}
 
 

@@ -81,7 +81,7 @@ def test_an_unusable_variable_is_refused(monkeypatch: pytest.MonkeyPatch, name: 
         ({"warmups": 0}, "warmups: .*greater than or equal to 1"),
         ({"glue": {"p": "sometimes"}}, "glue.p: .*'on', 'unpadded' or 'off'"),
         ({"glue": "off"}, "glue: "),
-        ({"certificate": "maybe"}, "certificate: .*'off' or 'require'"),
+        ({"certificate": "maybe"}, "certificate: .*'off', 'warn' or 'require'"),
         ({"enabled": "perhaps"}, "enabled: "),
         ({"modes": {"dance"}}, "modes"),
         ({"padding": None, "warmups": -1}, "padding: .*; warmups: "),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from graphglue.core.batch import Mode
@@ -41,6 +41,8 @@ class KeySpace:
         max_requests: request rows of every bucket where the ladder counts tokens; else it is the
             ladder's largest size.
 
+    ``padding_of(mode, bucket)`` gives the padding that a rank group records a key with; None on one rank.
+
     Raises:
         ConfigError: modes that count tokens beside modes that count requests, or no max_requests.
     """
@@ -67,6 +69,7 @@ class KeySpace:
             )
         if self.counts_tokens and max_requests is None:
             raise ConfigError("an EXTEND ladder counts tokens; set RunnerConfig(max_requests=...) for the request rows")
+        self.padding_of: Callable[[Mode, Bucket], Any] = _no_padding
         rows = max_requests if self.counts_tokens else ladder.largest
         self.capacity = Bucket(rows or 0, ladder.largest * (1 if self.counts_tokens else width), 0)
 
@@ -95,17 +98,44 @@ class KeySpace:
         bucket = self.bucket(size, ragged=True) if ragged else Bucket(size, size * raw.row_tokens, raw.row_tokens)
         return None if bucket.tokens > self.capacity.tokens else bucket
 
+    def key(self, mode: Mode, bucket: Bucket, variant: Any = None) -> Key:
+        """Give the key of a bucket, with the padding that its ranks agree on, if there are any."""
+        return Key(mode, *bucket, self.padding_of(mode, bucket), variant)
+
     def keys(self, sizes: Iterable[int] | None = None) -> tuple[Key, ...]:
         """List the keys to capture, the largest first, so that smaller ones reuse its memory."""
         ordered = sorted(self.ladder if sizes is None else sizes, reverse=True)
         shapes = (False, True) if self.ragged and not self.counts_tokens else (False,)
         return tuple(
-            Key(mode, *self.bucket(size, ragged), None, variant)
+            self.key(mode, self.bucket(size, ragged), variant)
             for size in ordered
             for mode in self.modes
             for ragged in shapes
             for variant in self.variants
         )
+
+    def sizes_of(self, buckets: Iterable[int | Bucket]) -> list[int]:
+        """Read sizes of the ladder from sizes or buckets, each once.
+
+        Raises:
+            ConfigError: none given, or one that the ladder does not have.
+        """
+        if not isinstance(buckets, Iterable) or not (wanted := list(buckets)):
+            raise ConfigError(f"capture of {buckets!r}: expected sizes of the ladder {list(self.ladder)}")
+        sizes = []
+        for bucket in wanted:
+            counted = self.counts_tokens
+            size = (bucket.tokens if counted else bucket.requests) if isinstance(bucket, Bucket) else bucket
+            if size not in self.ladder or (isinstance(bucket, Bucket) and bucket != self.bucket(size)):
+                raise ConfigError(
+                    f"capture of {bucket!r}: the ladder has {list(self.ladder)}; add it there, or give one of its sizes"
+                )
+            sizes.append(size)
+        return list(dict.fromkeys(sizes))
+
+
+def _no_padding(mode: Mode, bucket: Bucket) -> None:
+    return None
 
 
 def _checked_variants(variants: Iterable[Any]) -> tuple[Any, ...]:

@@ -81,7 +81,8 @@ class State(str, enum.Enum):
 class StepFacts:
     """What the router knows of one step, the same for every prep.
 
-    ``waste_limit`` is the largest allowed bucket tokens / real tokens; 0 for no limit.
+    ``waste_limit`` is the largest allowed bucket tokens / real tokens; 0 for no limit. ``agreed`` is what the
+    ranks agreed to fill the slots to in an eager step, and ``scratch`` asks for tensors of its own then.
     """
 
     raw: Bucket
@@ -94,6 +95,8 @@ class StepFacts:
     padding: bool = True
     waste_limit: float = 0.0
     staged: bool = False
+    agreed: Bucket | None = None
+    scratch: bool = False
 
     @property
     def idle(self) -> bool:
@@ -103,7 +106,8 @@ class StepFacts:
     @property
     def padded(self) -> bool:
         """Whether some rows of the bucket are not real; an IDLE step counts as padded."""
-        return self.bucket is None or self.raw[:2] != self.bucket[:2]
+        extents = self.agreed or self.bucket
+        return extents is None or self.raw[:2] != extents[:2]
 
     @property
     def wasteful(self) -> bool:
@@ -114,7 +118,12 @@ class StepFacts:
     def exact(self) -> bool:
         """Whether the step runs at its own extents: nothing covers them, or padding them is not wanted."""
         unwanted = not self.idle and (self.wasteful or (self.padded and not self.padding))
-        return self.bucket is None or unwanted
+        return self.bucket is None or unwanted or self.agreed is not None
+
+    @property
+    def beyond(self) -> bool:
+        """Whether it is filled into tensors of its own: the slots can not hold it, or have to stay as they are."""
+        return self.scratch if self.agreed is not None else self.bucket is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +248,8 @@ def _forward_reason(step: StepFacts, row: Row, forward: State | None) -> Reason 
     """Say why the forward can not replay as a graph; None if it can."""
     if not row.admits:
         return row.reason
+    if step.agreed is not None:
+        return Reason.AGREED_EAGER
     if forward is State.CAPTURED:
         return None
     if forward is State.QUARANTINED:

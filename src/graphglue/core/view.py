@@ -59,6 +59,7 @@ class View(Fields):
         bucket: the extents of every slot.
         mode: what the step computes.
         variant: the batch's variant; part of the key.
+        meeting: how the rows of all ranks meet: padding, counts, rows; None on one rank, and for a prep.
         tables: the tables, by attribute or name.
     """
 
@@ -66,6 +67,7 @@ class View(Fields):
     bucket: Bucket
     mode: Mode
     variant: Any
+    meeting: Any
 
     def __init__(
         self,
@@ -75,12 +77,13 @@ class View(Fields):
         mode: Mode = Mode.DECODE,
         variant: Any = None,
         reader: str = "the view's reader",
+        meeting: Any = None,
     ) -> None:
         super().__init__(slots, reader)
-        self.__dict__.update(tables=Fields(tables, reader), bucket=bucket, mode=mode, variant=variant)
+        self.__dict__.update(tables=Fields(tables, reader), bucket=bucket, mode=mode, variant=variant, meeting=meeting)
 
     def fresh(self) -> View:
         """Build the same view with tensor objects of its own, which its reader may reshape in place."""
         slots = {name: self[name].detach() for name in self}
         tables = {name: self.tables[name].detach() for name in self.tables}
-        return View(slots, tables, self.bucket, self.mode, self.variant, self._reader)
+        return View(slots, tables, self.bucket, self.mode, self.variant, self._reader, self.meeting)

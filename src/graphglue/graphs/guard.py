@@ -46,11 +46,13 @@ class Guard:
 
     def refuse(self, name: str, why: str, instead: str) -> NoReturn:
         """Raise the error, and keep it for a callable that swallows it."""
-        name = SHOWN.get(name, name)
-        if self.calling and self.calling not in name:
-            name = f"{self.calling} ({name})"
-        self.refusal = CaptureError(f"{name} {why}. At {where(sys._getframe())}; instead, {instead}.")
+        self.refusal = CaptureError(f"{self.named(name)} {why}. At {where(sys._getframe())}; instead, {instead}.")
         raise self.refusal
+
+    def named(self, name: str) -> str:
+        """Name an operation as its author wrote it: with what Python is calling, where that is something else."""
+        name = SHOWN.get(name, name)
+        return f"{self.calling} ({name})" if self.calling and self.calling not in name else name
 
     def call(self, run: Callable[[], Any], *modes: AbstractContextManager[Any]) -> Any:
         """Run a callable under ``modes``, without gradients; its errors come out as ``CaptureError``."""

@@ -46,7 +46,7 @@ class Derived(TorchDispatchMode):
         fresh = addresses(result) - addresses(given)
         self._seen -= fresh  # new memory: what was seen at this address before has been freed
         self._made |= fresh
-        if addresses(given) & self._seen and not _ignores_values(func):
+        if addresses(given) & self._seen and not ignores_values(func):
             for tensor in _tensors((result, given) if func._schema.is_mutable else result):
                 address = tensor.untyped_storage().data_ptr()
                 if address in self._made:
@@ -60,7 +60,7 @@ class Derived(TorchDispatchMode):
         return addresses(alive) - self._sources
 
 
-def _ignores_values(func: Any) -> bool:
+def ignores_values(func: Any) -> bool:
     """Tell whether an operation takes only the geometry of its arguments."""
     name = func._schema.name.removeprefix("aten::")
     return name.startswith(("new_", "empty_like", "zeros_like", "ones_like", "full_like"))

@@ -22,7 +22,7 @@ from torch._subclasses import fake_tensor
 from torch.utils import _pytree as pytree
 
 from graphglue.errors import CaptureError, ClosedError, DivergenceError, StaleTableError
-from graphglue.graphs import guard, memory, session
+from graphglue.graphs import collectives, guard, memory, session
 
 # These make memory and no contents: a replay has nothing to do for them.
 _UNFILLED = frozenset(
@@ -46,10 +46,13 @@ class _Step:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     twins: tuple[tuple[int, torch.Tensor], ...]
+    meets: bool = False  # other processes, so its result is there once it was waited for
 
     def play(self) -> None:
         """Run the operation and write its results to where the recording said they would be."""
         result = self.func(*self.args, **self.kwargs)
+        if self.meets:
+            collectives.finished(self.func, result)
         leaves = [result] if isinstance(result, torch.Tensor) else pytree.tree_leaves(result)
         for position, twin in self.twins:
             seen = leaves[position]
@@ -119,6 +122,10 @@ class _Taping(guard.DispatchGuard):
                 return func(*args, **kwargs)
         with memory.plain():
             self._refuse_constant(func, args, kwargs)
+            if collectives.is_in_place(func):
+                frozen_args, frozen_kwargs = pytree.tree_map(self.freeze, (args, kwargs))
+                self.steps.append(_Step(func, frozen_args, frozen_kwargs, (), meets=True))
+                return collectives.started(func, args)
             return self._note(func, args, kwargs)
 
     def _refuse_constant(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -145,7 +152,7 @@ class _Taping(guard.DispatchGuard):
         twins = tuple((i, self.freeze(reals[i])) for i, out in enumerate(outs) if _storage_id(out) in fresh)
         works = func._schema.is_mutable or not func._schema.returns or twins
         if works and func._schema.name not in _UNFILLED:
-            self.steps.append(_Step(func, frozen_args, frozen_kwargs, twins))
+            self.steps.append(_Step(func, frozen_args, frozen_kwargs, twins, collectives.is_collective(func)))
         return pytree.tree_unflatten(reals, out_spec)
 
     def _fake(self, leaf: Any) -> Any:
@@ -218,9 +225,10 @@ def _written(steps: tuple[_Step, ...]) -> frozenset[int]:
     """List the addresses of the storages that steps write: new results, and arguments changed in place."""
     found = {twin.untyped_storage().data_ptr() for step in steps for _, twin in step.twins}
     for step in steps:
-        schema = step.func._schema
+        schema, unsaid = step.func._schema, collectives.is_in_place(step.func)
         for position, argument in enumerate(schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if not written and not (unsaid and position == 0):
                 continue
             given = step.args[position] if position < len(step.args) else step.kwargs.get(argument.name)
             found |= memory.addresses(given)

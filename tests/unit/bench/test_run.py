@@ -101,7 +101,7 @@ def test_the_file_has_machine_date_versions_command_and_all_rows(report: Report,
     assert set(written["machine"]) == {"device", "host"}
     assert set(written["versions"]) == {"graphglue", "torch", "cuda", "python"}
     assert written["command"] == "graphglue bench"
-    assert written["settings"] == {"steps": 3, "buckets": [1, 4], "only": [], "peers": {}}
+    assert written["settings"] == {"steps": 3, "buckets": [1, 4], "only": [], "peers": {}, "trace": None}
     for section, seen in zip(report.sections, written["sections"]):
         assert set(seen) == {"name", "title", "rows", "seconds", "notes"}
         assert len(seen["rows"]) == len(section.rows)

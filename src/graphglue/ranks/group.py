@@ -1,0 +1,242 @@
+"""The group: ranks that exchange their facts once per step, and derive one plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import numpy as np
+import torch.distributed as dist
+
+from graphglue.errors import BindError, ConfigError, GraphGlueError, RankDisagreementError
+from graphglue.ranks import facts as at
+from graphglue.ranks.facts import RankFacts
+from graphglue.ranks.gathered import check_digests
+from graphglue.ranks.plan import RankPlan
+from graphglue.ranks.planner import Planner
+from graphglue.ranks.transport import TorchTransport, Transport
+
+_PATIENCE_S = 3.0  # how long ranks that were left behind look for each other
+
+
+class RankGroup:
+    """Agree with the other ranks: one all-gather of one small row per step, then a pure function.
+
+    Building one is collective: the ranks compare their planners.
+
+    Args:
+        process_group: a ``torch.distributed`` group, None for the default one; or a ``Transport``.
+        planner: derives the plans; the same on every rank.
+        num_extra: integers that the engine adds to its facts.
+        timeout_s: how long a rank waits for the others.
+        check_every: compare the digest of the last plan in every so many steps; 0 for never.
+
+    Raises:
+        RankDisagreementError: a rank was built with another planner, or did not come.
+        ConfigError: torch.distributed is not initialised, or a value that is not usable.
+
+    Sync: the host waits for all ranks in ``finish``, ``agree``, ``every`` and ``compare``. Capturable: no.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | Transport | None,
+        planner: Planner,
+        *,
+        num_extra: int = 0,
+        timeout_s: float = 300.0,
+        check_every: int = 0,
+    ) -> None:
+        if not isinstance(planner, Planner):
+            raise ConfigError(f"planner is a {type(planner).__name__}; expected a graphglue.ranks.Planner")
+        for name, value, least in (("num_extra", num_extra, 0), ("check_every", check_every, 0)):
+            if type(value) is not int or value < least:
+                raise ConfigError(f"{name}={value!r}: expected an integer of at least {least}")
+        if not timeout_s > 0:
+            raise ConfigError(f"timeout_s={timeout_s!r}: expected a positive number of seconds")
+        self.planner, self.num_extra, self.timeout_s, self._check_every = planner, num_extra, timeout_s, check_every
+        if process_group is None or isinstance(process_group, dist.ProcessGroup):
+            self._transport: Transport = TorchTransport(process_group, at.EXTRA + num_extra)
+        elif all(hasattr(process_group, name) for name in ("rank", "size", "start", "finish", "exchange", "absent")):
+            self._transport = process_group
+        else:
+            raise ConfigError(
+                f"process_group is {process_group!r}; expected a torch.distributed group that this process is in, or a "
+                "graphglue.ranks.Transport"
+            )
+        self.rank: int = self._transport.rank
+        self.size: int = self._transport.size
+        self._row = np.zeros(at.EXTRA + num_extra, dtype=np.int64)
+        self._matrix = np.zeros((self.size, len(self._row)), dtype=np.int64)
+        self._calls = self._steps = 0
+        self._what = ""
+        self._failed: str | None = None
+        self._started: RankFacts | None = None
+        self._fault: BindError | None = None
+        self.plan: RankPlan | None = None
+        self.compare({**planner.declaration(), "num_extra": str(num_extra), "check_every": str(check_every)})
+
+    @property
+    def matrix(self) -> np.ndarray:
+        """The gathered rows of the last step: int64[ranks, fields], the engine's own from ``facts.EXTRA`` on."""
+        return self._matrix
+
+    def facts(self) -> list[RankFacts]:
+        """Read what every rank stated in the last step."""
+        return [RankFacts.decoded(row) for row in self._matrix]
+
+    def agree(self, facts: RankFacts) -> RankPlan:
+        """Exchange facts and derive the step's plan. Sync: the host waits for all ranks.
+
+        Raises:
+            RankDisagreementError: a rank did not come in time, is in another call, or differs in a digest.
+            BindError: facts with another number of extra fields; the others were told that it is refused.
+        """
+        self.begin(facts)
+        return self.finish()
+
+    def begin(self, facts: RankFacts) -> None:
+        """Send this rank's facts, and go on with other work until ``finish``. Sync: none.
+
+        Raises:
+            GraphGlueError: the last exchange was not finished.
+        """
+        if self._started is not None:
+            raise GraphGlueError("begin() twice: call finish() first, one exchange is under way at a time")
+        try:
+            row = facts.encoded(self.num_extra)
+        except BindError as error:  # the others must not wait for a rank that can not speak
+            facts, self._fault = RankFacts.refusal(facts.mode, (0,) * self.num_extra), error
+            row = facts.encoded(self.num_extra)
+        self._row[:] = row
+        self._steps += 1
+        checks = self._check_every and self.plan is not None and self._steps % self._check_every == 0
+        if checks and self.plan is not None:
+            self._row[at.CHECK] = self.plan.digest
+        self._started = facts
+        self._send(f"step {self._steps} with {facts.requests} requests of {facts.tokens} tokens")
+
+    def finish(self) -> RankPlan:
+        """Wait for the facts of all ranks, and derive the plan. Sync: the host waits.
+
+        Raises:
+            RankDisagreementError: as ``agree``.
+            BindError: as ``agree``.
+        """
+        if self._started is None:
+            raise GraphGlueError("finish() without begin(): no exchange is under way")
+        self._started, fault, self._fault = None, self._fault, None
+        rows = self._receive()
+        self._matrix = rows
+        plan = self.planner.plan_encoded(rows)
+        if self._row[at.CHECK]:
+            self._check_last_plan(rows)
+        self.plan = plan
+        if fault is not None:
+            raise fault
+        return plan
+
+    def every(self, flag: bool) -> bool:
+        """Tell whether a flag holds on every rank. Sync: the host waits.
+
+        Raises:
+            RankDisagreementError: a rank did not come in time, or is in another call.
+        """
+        return bool(self._gather(at.CAPTURE, int(flag), f"a vote of {bool(flag)} in a capture")[:, at.VOTE].min())
+
+    def union(self, bits: int) -> int:
+        """Give the bits that any rank sets, of the sizes of a ladder. Sync: the host waits.
+
+        Raises:
+            RankDisagreementError: as ``every``.
+        """
+        return at.missing_bits(self._gather(at.CAPTURE, 1, "a vote of sizes to capture", bits), at.MISSING)
+
+    def compare(self, declaration: Mapping[str, str]) -> None:
+        """Compare what must be equal on all ranks, name by name. Sync: the host waits. For start-up.
+
+        Raises:
+            RankDisagreementError: names the rank that differs from most others, and both values.
+        """
+        text = json.dumps(dict(declaration)).encode()
+        lengths = self._gather(at.COMPARE, len(text), f"a comparison of {sorted(declaration)}")[:, at.VOTE]
+        self._calls += 1
+        try:
+            texts = self._transport.exchange(text, int(lengths.max()), self.timeout_s)
+        except Exception as error:
+            raise self._left_behind("a comparison of declarations", error) from error
+        declared = [json.loads(one) for one in texts]
+        for name in dict.fromkeys(name for one in declared for name in one):
+            _check_equal(name, [one.get(name, "nothing") for one in declared])
+
+    def _gather(self, kind: int, number: int, what: str, bits: int = 0) -> np.ndarray:
+        if self._started is not None:
+            raise GraphGlueError("an exchange is under way; call finish() first")
+        self._row[:] = 0
+        self._row[at.FORMAT], self._row[at.VOTE] = kind, number
+        self._row[at.MISSING] = at.word_of(bits)
+        self._send(what)
+        rows = self._receive()
+        for rank, seen in enumerate(rows[:, at.FORMAT].tolist()):
+            if seen != kind:
+                raise RankDisagreementError(
+                    f"rank {rank} is in {at.name_of(seen)}, rank {self.rank} in {at.name_of(kind)}; ranks make the "
+                    "same calls in the same order: capture, maintain and replay on all of them"
+                )
+        return rows
+
+    def _send(self, what: str) -> None:
+        if self._failed is not None:
+            raise RankDisagreementError(
+                f"the group is of no use after a failed exchange; build another. {self._failed}"
+            )
+        self._calls += 1
+        self._what = what
+        try:
+            self._transport.start(self._row, self.timeout_s)
+        except Exception as error:
+            self._started = None
+            raise self._left_behind(what, error) from error
+
+    def _receive(self) -> np.ndarray:
+        try:
+            return self._transport.finish(self.timeout_s)
+        except Exception as error:
+            raise self._left_behind(self._what, error) from error
+
+    def _left_behind(self, what: str, error: Exception) -> RankDisagreementError:
+        """Say which ranks did not come to a call."""
+        away = self._transport.absent(self._calls, min(_PATIENCE_S, self.timeout_s))
+        if away:
+            who = f"{'rank' if len(away) == 1 else 'ranks'} {', '.join(map(str, away))} did not come to it"
+        elif away is None:
+            who = "some rank is gone, and with it the store that would say which (rank 0 holds it as a rule)"
+        else:
+            who = "all ranks came, some of them too late"
+        cause = next(iter(str(error).splitlines()), type(error).__name__)
+        self._failed = (
+            f"Rank {self.rank} waited up to {self.timeout_s:g} s in exchange {self._calls}, {what}: {who}. A rank "
+            f"left, hangs, or is in another call; restart the group. The backend says: {cause}"
+        )
+        return RankDisagreementError(self._failed)
+
+    def _check_last_plan(self, rows: np.ndarray) -> None:
+        digests = rows[:, at.CHECK].tolist()
+        try:
+            check_digests(digests, "the plan of the last step")
+        except RankDisagreementError:
+            assert self.plan is not None
+            plan = {name: str(value) for name, value in self.plan._asdict().items() if name != "digest"}
+            self.compare(plan)  # all ranks see the difference, so all of them are here; it says which field
+            raise
+
+
+def _check_equal(name: str, values: list[str]) -> None:
+    if len(set(values)) == 1:
+        return
+    usual = max(values, key=values.count)
+    rank = next(rank for rank, value in enumerate(values) if value != usual)
+    raise RankDisagreementError(
+        f"rank {rank} was built with {name} {values[rank]}, most ranks (rank {values.index(usual)}) with {usual}; "
+        "a group needs one configuration on all ranks"
+    )

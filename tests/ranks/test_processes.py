@@ -1,0 +1,90 @@
+"""Ranks as processes that meet through gloo: 2, 4 and 8 of them, on one machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from .launch import launch
+
+pytestmark = [
+    pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="this torch has no gloo"),
+    pytest.mark.timeout(240),
+]
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_ranks_take_the_same_way_with_rows_of_their_own(size: int, tmp_path: Path) -> None:
+    """Each checks its outputs against the sum over all ranks; here the ways they went are compared."""
+    results = launch("steps", size, tmp_path)
+    assert len({result["digest"] for result in results}) == 1
+    assert sum(result["refused"] for result in results) == 3
+    forwards, paddings = set(), set()
+    for of_one_step in zip(*(result["seen"] for result in results)):
+        ways = [step[1:4] for step in of_one_step if step[1] is not None]
+        # An eager key has extents of its own rank and no padding, so only the decision is compared.
+        assert len({(forward, tuple(bucket)) for forward, bucket, _ in ways}) == 1
+        forwards |= {forward for forward, _, _ in ways}
+        paddings |= {padding for _, _, padding in ways}
+    assert forwards == {"graph", "eager"}
+    assert {"Padding.MAX_LEN", "Padding.SUM_LEN"} <= paddings
+
+
+def test_the_check_of_outputs_can_fail() -> None:
+    from types import SimpleNamespace
+
+    import torch
+
+    from .cases import told
+
+    step = SimpleNamespace(outputs={"own": torch.tensor([1, 2]), "all": torch.tensor([5, 6])})
+    with pytest.raises(AssertionError):
+        told(step, [2, 2], 0)  # type: ignore[arg-type]
+
+
+def test_no_rank_replays_what_another_could_not_capture(tmp_path: Path) -> None:
+    for result in launch("fails_to_capture", 2, tmp_path):
+        graph, eager, larger, repaired = result["seen"]
+        assert graph == ["graph", [2, 2, 1]]
+        assert eager == ["eager", [3, 3, 1]]
+        assert larger == ["graph", [8, 8, 1]]
+        assert repaired == ["graph", [4, 4, 1]]
+        assert result["repaired"] == [4]
+
+
+def test_a_rank_that_leaves_is_named_and_nobody_hangs(tmp_path: Path) -> None:
+    first, second, _ = launch("leaves", 3, tmp_path)
+    for result in (first, second):
+        assert "rank 2 did not come to it" in result["text"]
+        assert result["seconds"] < 7
+
+
+def test_a_rank_that_is_gone_is_named(tmp_path: Path) -> None:
+    first, _ = launch("dies", 2, tmp_path)
+    assert "rank 1 did not come to it" in first["text"]
+
+
+def test_a_misconfigured_rank_fails_at_start_up(tmp_path: Path) -> None:
+    for text in launch("misconfigured", 3, tmp_path):
+        assert "rank 1 was built with ladder [1, 2, 16], most ranks (rank 0) with [1, 2, 4, 8]" in text
+
+
+def test_an_engine_may_exchange_the_facts_itself(tmp_path: Path) -> None:
+    expected: list[Any] = [["graph", [4, 4, 1]], ["graph", [2, 2, 1]], ["graph", [8, 8, 1]], ["graph", [2, 2, 1]]]
+    assert launch("exchanged_by_the_engine", 3, tmp_path) == [expected] * 3
+
+
+def test_a_prompt_on_one_rank_beside_decode_on_the_others(tmp_path: Path) -> None:
+    decoding, short, long = (
+        ["decode", "graph", [2, 2, 1]],
+        ["extend", "graph", [8, 16, 0]],
+        ["extend", "graph", [8, 64, 0]],
+    )
+    assert launch("two_runners", 3, tmp_path) == [[decoding, short, decoding, long]] * 3
+
+
+def test_the_tape_records_collectives(tmp_path: Path) -> None:
+    assert launch("recorded_collectives", 2, tmp_path) == [{"wrong": [], "num_calls": 6}] * 2

@@ -1,0 +1,292 @@
+"""The planner by example: the rules of alignment, one by one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import graphglue as gg
+from graphglue.ranks import CostRule, Meeting, Padding, Planner, RankFacts, Role
+from graphglue.ranks import facts as at
+from graphglue.ranks.facts import missing_bit, stacked
+
+DECODE, EXTEND, MIXED, VERIFY = gg.Mode.DECODE, gg.Mode.EXTEND, gg.Mode.MIXED, gg.Mode.VERIFY
+GRAPH, EAGER = gg.Route.GRAPH, gg.Route.EAGER
+MAX_LEN, SUM_LEN = Padding.MAX_LEN, Padding.SUM_LEN
+
+
+def decode(*requests: int, **more: Any) -> list[RankFacts]:
+    return [RankFacts(count, count, DECODE, **more) for count in requests]
+
+
+def extend(*tokens: int, requests: int = 1) -> list[RankFacts]:
+    return [RankFacts(min(count, requests), count, EXTEND) for count in tokens]
+
+
+def test_decode_takes_the_bucket_of_the_largest_rank() -> None:
+    plan = Planner([1, 2, 4, 8]).plan(decode(3, 1, 0))
+    assert (plan.bucket, plan.forward, plan.mode) == (gg.Bucket(4, 4, 1), GRAPH, DECODE)
+    assert plan.counts == (4, 4, 4)
+    assert plan.rows == 12
+    assert plan.roles == (Role.REAL, Role.REAL, Role.IDLE)
+    assert plan.reason is gg.Reason.PADDED
+
+
+def test_the_bucket_follows_requests_and_not_tokens() -> None:
+    """Counts that are scaled by the width would choose another one."""
+    plan = Planner([1, 2, 4, 8], width=4).plan([RankFacts(3, 12, VERIFY), RankFacts(1, 4, VERIFY)])
+    assert plan.bucket == gg.Bucket(4, 16, 4)
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        (decode(4, 4), gg.Reason.UNPADDED),
+        (decode(4, 3), gg.Reason.PADDED),
+        (decode(0, 0), gg.Reason.IDLE),
+        (decode(9, 1), gg.Reason.OVER_LADDER),
+        ([RankFacts(2, 3, DECODE), *decode(1)], gg.Reason.RAGGED),
+        ([*decode(1), RankFacts.refusal()], gg.Reason.RANK_VETO),
+        ([RankFacts(1, 1, DECODE), RankFacts(1, 1, VERIFY)], gg.Reason.AGREED_EAGER),
+        (decode(3, 1, missing=missing_bit(2)), gg.Reason.NOT_CAPTURED),
+        (decode(2, 1, missing=missing_bit(2)), gg.Reason.PADDED),
+    ],
+)
+def test_the_reason(facts: list[RankFacts], reason: gg.Reason) -> None:
+    plan = Planner([1, 2, 4, 8]).plan(facts)
+    assert plan.reason is reason
+    graphs = (gg.Reason.UNPADDED, gg.Reason.PADDED, gg.Reason.IDLE, gg.Reason.RAGGED)
+    assert plan.forward is (GRAPH if reason in graphs else EAGER)
+
+
+def test_vetoes_name_the_ranks() -> None:
+    facts = [*decode(1, 2), RankFacts(1, 1, DECODE, vote=False), RankFacts.refusal()]
+    assert Planner([4]).plan(facts).vetoes == (2, 3)
+
+
+# EXTEND.
+
+
+def test_prefill_takes_the_smallest_token_bucket_of_the_largest_rank() -> None:
+    plan = Planner([8, 16, 64], max_requests=4).plan([RankFacts(2, 14, EXTEND), RankFacts(1, 9, EXTEND)])
+    assert (plan.bucket, plan.forward, plan.padding) == (gg.Bucket(4, 16, 0), GRAPH, MAX_LEN)
+    assert plan.counts == (16, 16)
+
+
+def test_an_idle_rank_makes_rows_up() -> None:
+    plan = Planner([8, 16]).plan([RankFacts(1, 14, EXTEND), RankFacts(0, 0, EXTEND)])
+    assert [plan.fabricated(rank) for rank in range(2)] == [0, 16]
+    assert plan.forward is GRAPH
+
+
+def test_a_decode_rank_is_converted_where_every_rank_has_tokens() -> None:
+    planner = Planner([8, 16])
+    plan = planner.plan([RankFacts(1, 14, EXTEND), *decode(5)])
+    assert (plan.mode, plan.forward, plan.roles) == (EXTEND, GRAPH, (Role.REAL, Role.CONVERTED))
+    beside_idle = planner.plan([RankFacts(1, 14, EXTEND), *decode(5, 0)])
+    assert (beside_idle.forward, beside_idle.reason) == (EAGER, gg.Reason.AGREED_EAGER)
+    assert beside_idle.roles == (Role.REAL, Role.REAL, Role.IDLE)
+    unable = planner.plan([RankFacts(1, 14, EXTEND), RankFacts(5, 5, DECODE, convertible=False)])
+    assert (unable.forward, unable.reason, unable.vetoes) == (EAGER, gg.Reason.RANK_VETO, (1,))
+
+
+def test_a_vote_on_decode_is_none_on_prefill() -> None:
+    can_not_decode = RankFacts(5, 5, DECODE, vote=False, prefill_vote=True)
+    planner = Planner([8, 16])
+    assert planner.plan([RankFacts(1, 14, EXTEND), can_not_decode]).forward is GRAPH
+    assert planner.plan([*decode(3), can_not_decode]).forward is EAGER
+
+
+def test_prefill_beyond_the_ladder_is_not_rounded() -> None:
+    plan = Planner([8, 16], alignment=4).plan([RankFacts(1, 30, EXTEND), RankFacts(1, 5, EXTEND)])
+    assert (plan.forward, plan.padding, plan.counts, plan.rows) == (EAGER, SUM_LEN, (32, 8), 40)
+    assert plan.bucket == gg.Bucket(1, 32, 0)
+
+
+def test_graphs_that_tolerate_sum_len_leave_the_counts_alone() -> None:
+    """No collective is recorded in them, so what meets outside has the live rows."""
+    plan = Planner([8, 16], sum_len_tolerated=True).plan([RankFacts(1, 14, EXTEND), RankFacts(1, 3, EXTEND)])
+    assert (plan.forward, plan.bucket.tokens, plan.counts, plan.rows) == (GRAPH, 16, (14, 3), 17)
+
+
+def test_mixed_batches_replay_extend_graphs_beside_others() -> None:
+    mixed, prompt = RankFacts(2, 9, MIXED), RankFacts(1, 9, EXTEND)
+    planner = Planner([16])
+    assert planner.plan([mixed, mixed]).mode is MIXED
+    assert planner.plan([mixed, prompt]).mode is EXTEND
+
+
+def test_one_planner_has_two_ladders() -> None:
+    planner = Planner([1, 2, 4], extend_ladder=[64, 128], max_requests=4)
+    assert planner.plan(decode(3, 1)).bucket == gg.Bucket(4, 4, 1)
+    assert planner.plan([RankFacts(2, 70, EXTEND), *decode(3)]).bucket == gg.Bucket(4, 128, 0)
+    assert planner.plan([RankFacts(5, 70, EXTEND), *decode(3)]).reason is gg.Reason.OVER_LADDER
+
+
+# Padding.
+
+
+def test_decode_sums_where_every_rank_has_tokens_and_the_rows_fit() -> None:
+    fits, too_wide = (
+        Planner([8], row_bytes=100, all_reduce_limit_bytes=1600),
+        Planner([8], row_bytes=101, all_reduce_limit_bytes=1600),
+    )
+    assert fits.plan(decode(8, 7)).padding is SUM_LEN
+    assert too_wide.plan(decode(8, 7)).padding is MAX_LEN
+    for option in ("all_to_all", "speculative", "max_len_only"):
+        assert Planner([8], **{option: True}).plan(decode(8, 7)).padding is MAX_LEN  # type: ignore[arg-type]
+    assert Planner([8]).plan(decode(8)).padding is MAX_LEN  # one rank gathers nothing
+
+
+def test_a_captured_bucket_keeps_the_padding_of_its_own_counts() -> None:
+    planner = Planner([8])
+    assert planner.plan(decode(8, 8)).padding is planner.plan(decode(8, 0)).padding is SUM_LEN
+    assert planner.plan(decode(9, 9)).padding is SUM_LEN  # eager: the live counts
+    assert planner.plan(decode(9, 0)).padding is MAX_LEN
+    assert planner.captured_meeting(gg.Bucket(8, 8, 1), DECODE, 2) == Meeting(SUM_LEN, (8, 8), 16)
+
+
+def test_a_hybrid_state_needs_a_row_everywhere() -> None:
+    rule = CostRule(hybrid_state=True)
+    assert rule((8, 0), EXTEND) is MAX_LEN
+    assert rule((8, 1), EXTEND) is SUM_LEN
+    assert CostRule()((8, 0), EXTEND) is SUM_LEN
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda counts: SUM_LEN if len(counts) > 1 else MAX_LEN,
+        lambda counts, mode: "sum_len" if mode is DECODE else MAX_LEN,
+        lambda *given: SUM_LEN,
+    ],
+)
+def test_an_engine_s_own_rule(rule: Any) -> None:
+    planner = Planner([8], rule=rule)
+    assert planner.plan(decode(8, 0)).padding is SUM_LEN
+    assert planner.plan(decode(9, 0)).padding is SUM_LEN
+    assert planner.declaration()["rule"] != Planner([8]).declaration()["rule"]
+
+
+def test_where_a_rank_s_rows_begin() -> None:
+    assert [Meeting(MAX_LEN, (4, 4, 4), 12).start(rank) for rank in range(3)] == [0, 4, 8]
+    assert [Meeting(SUM_LEN, (4, 0, 2), 6).start(rank) for rank in range(3)] == [0, 4, 4]
+
+
+# Alignment.
+
+
+def test_every_bucket_is_a_multiple_of_the_alignment() -> None:
+    planner = Planner([4, 12, 20, 28], alignment=8)
+    assert list(planner.ladder) == [8, 16, 24, 32]
+    assert planner.plan(decode(10, 1)).bucket.tokens == 16
+    assert list(Planner([1, 2, 3], alignment=8, width=4, extend_ladder=[4, 12]).ladder) == [2, 4]
+    assert list(Planner([1, 2, 3], alignment=8, width=4, extend_ladder=[4, 12]).extend_ladder) == [8, 16]
+
+
+def test_live_counts_are_aligned_before_anything_is_derived() -> None:
+    plan = Planner([8], alignment=4).plan(decode(9, 3, 0))
+    assert (plan.counts, plan.rows) == ((12, 4, 0), 16)
+    assert plan.bucket == gg.Bucket(12, 12, 1)
+
+
+def test_live_counts_hold_whole_requests() -> None:
+    """A rank of width 3 at alignment 2 is padded to whole requests, or its prep would have a part of one."""
+    plan = Planner([4], alignment=2, width=3).plan([RankFacts(5, 15, VERIFY), RankFacts(1, 3, VERIFY)])
+    assert plan.counts == (18, 6)
+    assert plan.extents(0, gg.Bucket(5, 15, 3)) == gg.Bucket(6, 18, 3)
+
+
+def test_a_decode_rank_beside_a_prompt_keeps_its_width() -> None:
+    """Its prep gives rows for each request, so the rows that it makes up are requests; a prompt's are not."""
+    planner = Planner([8, 16], rule=lambda counts: MAX_LEN)
+    plan = planner.plan([RankFacts(1, 14, EXTEND), *decode(4, 0)])
+    assert plan.counts == (14, 14, 14)
+    assert plan.extents(0, gg.Bucket(1, 14, 0)) == gg.Bucket(1, 14, 0)
+    assert plan.extents(1, gg.Bucket(4, 4, 1), 1) == gg.Bucket(14, 14, 1)
+    assert plan.extents(2, gg.Bucket(0, 0, 0), 1) == gg.Bucket(14, 14, 1)
+    assert plan.extents(2, gg.Bucket(0, 0, 0)) == gg.Bucket(1, 14, 0)
+
+
+def test_an_unaligned_bucket_of_another_width_is_not_captured() -> None:
+    plan = Planner([2, 4], alignment=4, width=2).plan([RankFacts(1, 1, DECODE), RankFacts(1, 1, DECODE)])
+    assert (plan.forward, plan.reason) == (EAGER, gg.Reason.NOT_CAPTURED)
+
+
+# The encoded form.
+
+
+def test_engines_may_hand_in_the_matrix() -> None:
+    planner, facts = Planner([4]), [RankFacts(2, 2, DECODE, extra=(7,)), RankFacts(1, 1, DECODE, extra=(8,))]
+    matrix = stacked(facts)
+    assert matrix[:, at.EXTRA].tolist() == [7, 8]
+    assert planner.plan_encoded(torch.from_numpy(matrix)) == planner.plan(facts)
+
+
+@pytest.mark.parametrize(
+    "matrix",
+    [
+        np.zeros((2, 14), np.int32),
+        np.zeros((0, 14), np.int64),
+        np.zeros((2, 13), np.int64),
+        np.zeros(14, np.int64),
+        [[1, 2]],
+    ],
+)
+def test_no_matrix_of_rows_is_refused(matrix: Any) -> None:
+    with pytest.raises(gg.RankDisagreementError, match=r"expected int64\[ranks, 14 or more\]"):
+        Planner([4]).plan_encoded(matrix)
+
+
+def test_no_ranks_are_refused() -> None:
+    with pytest.raises(gg.RankDisagreementError, match="no ranks"):
+        Planner([4]).plan([])
+
+
+def test_digests_are_compared_where_they_are_given() -> None:
+    planner = Planner([4])
+    assert planner.plan(decode(1, digest=5) + decode(1) + decode(2, digest=5)).forward is GRAPH
+    with pytest.raises(gg.RankDisagreementError, match="rank 2 has digest 0x6, rank 0 0x5"):
+        planner.plan(decode(1, digest=5) + decode(1) + decode(2, digest=6))
+
+
+def test_the_digest_tells_plans_apart_and_is_the_same_in_every_process() -> None:
+    planner = Planner([4, 8])
+    plans = [planner.plan(facts) for facts in (decode(3, 1), decode(1, 3), decode(3, 0), decode(5, 1), decode(9, 1))]
+    assert len({plan.digest for plan in plans}) == 4  # the first two are one plan
+    assert all(0 < plan.digest < 2**63 for plan in plans)
+    script = (
+        "from graphglue import Mode; from graphglue.ranks import Planner, RankFacts;"
+        "print(Planner([4, 8]).plan([RankFacts(3, 3, Mode.DECODE), RankFacts(0, 0, Mode.DECODE)]).digest)"
+    )
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-c", script]
+        ran = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        assert int(ran.stdout) == plans[2].digest
+
+
+def test_the_longest_prefix_of_any_rank() -> None:
+    facts = [RankFacts(1, 9, EXTEND, prefix=70), RankFacts(1, 4, EXTEND, prefix=12)]
+    assert Planner([16]).plan(facts).longest_prefix == 70
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"alignment": 0}, "alignment=0"),
+        ({"width": 1.5}, r"width=1\.5"),
+        ({"max_requests": 0}, "max_requests=0"),
+        ({"rule": 7}, "rule=7"),
+        ({"extend_ladder": [0]}, "ladder size 0"),
+    ],
+)
+def test_a_planner_refuses(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(gg.ConfigError, match=text):
+        Planner([4], **options)
