@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
+pytest_plugins = ("pytester",)  # the conformance suite is collected by a pytest of its own
+
 # Two slow cores serve several workers: a slow draw says nothing about a strategy. Explaining a failure
 # line by line takes minutes where an example captures graphs.
 COMMON = {

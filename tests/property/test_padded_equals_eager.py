@@ -243,8 +243,8 @@ def backbone() -> list[gg.Slot]:
 
 
 @st.composite
-def machines(draw: st.DrawFn) -> SimpleNamespace:
-    """Draw a captured runner, its program and its model."""
+def machines(draw: st.DrawFn, **config: Any) -> SimpleNamespace:
+    """Draw a runner, its program and its model; nothing is captured yet."""
     ladder = draw(ggst.ladders(max_size=6, max_length=2) | st.just([2, 5]))
     width = draw(st.integers(1, 4))
     adopt = (max(ladder), max(ladder) * width, 1)
@@ -259,7 +259,7 @@ def machines(draw: st.DrawFn) -> SimpleNamespace:
     runner = gg.Runner(
         slots=slots, ladder=ladder, prep="prep", registry=registry, tables={"table": table},
         forward=program.forward, tokens_per_request=width, output_axes=program.output_axes(),
-        config=gg.RunnerConfig(warmups=1, clone_outputs=draw(st.booleans())),
+        config=gg.RunnerConfig(warmups=1, clone_outputs=draw(st.booleans()), **config),
     )  # fmt: skip
     return SimpleNamespace(
         runner=runner, program=program, contract=contract, table=table, slots=slots, ladder=ladder, width=width,

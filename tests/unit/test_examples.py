@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # The examples of other issues may need a GPU or several ranks; those bring tests of their own.
-ON_ANY_MACHINE = ("quickstart_cpu", "write_a_prep", "decode_loop")
+ON_ANY_MACHINE = ("quickstart_cpu", "write_a_prep", "decode_loop", "check_a_backend")
 
 
 @pytest.mark.parametrize("name", ON_ANY_MACHINE)
