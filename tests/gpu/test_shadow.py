@@ -233,11 +233,12 @@ def test_sampling_keeps_memory_flat() -> None:
     seen(engine)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    for number in range(200):
+    for number in range(2000):
         engine.step(1 + number % 16, number)
     seen(engine)
     torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() <= before
+    # The sources of up to 256 steps are held until an event says that they were read, 200 KB here.
+    assert torch.cuda.memory_allocated() <= before + 2**19
 
 
 # What is found.

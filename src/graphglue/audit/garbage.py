@@ -90,7 +90,9 @@ def targets_of(
     targets, left_out = [], []
     for name, tensor in named:
         known = kind_of(tensor.dtype) != "other" or tensor.dtype.is_complex
-        if not known or any(begin <= tensor.data_ptr() < end for begin, end in read_only):
+        # Addresses on a GPU lie in ranges that the driver reserves here, which look like any other.
+        fixed = tensor.is_cpu and any(begin <= tensor.data_ptr() < end for begin, end in read_only)
+        if not known or fixed:
             left_out.append(name)
         elif tensor.numel():
             targets.append(Target(name, tensor, _writable_alias(tensor)))

@@ -17,6 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -99,8 +100,12 @@ def run(subject: Subject) -> tuple[Verdict, list[Finding]]:
     return judge.evidence.result(f"{len(served)} keys; {found}")
 
 
-def look(subject: Subject, key: Key) -> Look:
+def look(subject: Subject, key: Key, fresh_stack: bool = False) -> Look:
     """Record a key once, and read its graph.
+
+    Args:
+        subject, key: what to record.
+        fresh_stack: record, but do not warm up, on a stack that nobody used: no word of it is older than the recording.
 
     Raises:
         CaptureError: the prep can not be recorded.
@@ -108,7 +113,7 @@ def look(subject: Subject, key: Key) -> Look:
     """
     device = subject.arena.device.torch_device
     before = torch_blocks(device)
-    recording = subject.record(key)
+    recording = subject.record(key, partial(on_fresh_stack, device)) if fresh_stack else subject.record(key)
     try:
         if not isinstance(recording, CudaRecording):
             raise Unseen(f"a {type(recording).__name__} recorded it, whose graph can not be read")
@@ -150,7 +155,7 @@ def _doubtless(subject: Subject, key: Key, seen: Look, evidence: Evidence) -> li
     device = subject.arena.device
     device.synchronize()  # the other thread's work is not ordered behind this thread's
     try:
-        again = on_fresh_stack(device.torch_device, lambda: look(subject, key))
+        again = look(subject, key, fresh_stack=True)
     except Exception as error:
         why = f"a second recording, on a thread of its own, failed: {type(error).__name__}: {error}"
     else:

@@ -191,10 +191,14 @@ class Subject:
             return False
         return True
 
-    def record(self, key: Key) -> Recording:
+    def record(self, key: Key, on: Callable[[Callable[[], Recording]], Recording] = lambda run: run()) -> Recording:
         """Warm up twice and record the prep over the twin, as a runner does, by a recorder of the audit's own.
 
         Slots are as they were filled. The warm-ups run on the twin's tables: ``restore`` them if the prep has effects.
+
+        Args:
+            key: the key.
+            on: calls what records, once the prep is warm.
 
         Raises:
             CaptureError: the prep can not be recorded, or raised.
@@ -215,7 +219,7 @@ class Subject:
             except Exception as error:
                 raise CaptureError(f"the prep raised while warming up: {type(error).__name__}: {error}") from error
             recorder.finish()
-            return recorder.record(run, strict=not self.declared.compile)
+            return on(lambda: recorder.record(run, strict=not self.declared.compile))
 
     @contextmanager
     def session(self) -> Iterator[None]:

@@ -131,3 +131,13 @@ def test_only_plain_tensors_are_memory_and_nothing_else() -> None:
     assert not garbage.is_plain(torch.zeros(1).as_subclass(Odd))
     assert not garbage.is_plain(torch.zeros(2).to_sparse())
     assert not garbage.is_plain(torch.zeros(2, device="meta"))
+
+
+def test_memory_on_a_gpu_is_never_taken_for_a_read_only_file() -> None:
+    class OnGpu(torch.Tensor):
+        is_cpu = property(lambda self: False)
+
+    everywhere = [(0, 2**64)]
+    given = torch.zeros(2).as_subclass(OnGpu)
+    assert [target.name for target in garbage.targets_of([("x", given)], everywhere)[0]] == ["x"]
+    assert garbage.targets_of([("x", torch.zeros(2))], everywhere) == ([], ["x"])

@@ -490,12 +490,15 @@ class Scripted:
     def __init__(self, *looks: pointers.Look | Exception) -> None:
         self.prep, self.on_gpu, self.keys, self.left = subjects.good, True, [KEY], list(looks)
         self.arena = SimpleNamespace(device=SimpleNamespace(torch_device=torch.device("cpu"), synchronize=lambda: None))
+        self.looks = 0
         self.raws = lambda key: [key.bucket]
         self.sources = lambda raw, seed: {}
         self.fill = lambda key, raw, sources: None
 
     def verdict(self, monkeypatch: pytest.MonkeyPatch) -> tuple[Verdict, str]:
-        def next_look(subject: Any, key: Key) -> pointers.Look:
+        def next_look(subject: Any, key: Key, fresh_stack: bool = False) -> pointers.Look:
+            assert fresh_stack is (self.looks > 0)
+            self.looks += 1
             look = self.left.pop(0)
             if isinstance(look, Exception):
                 raise look
