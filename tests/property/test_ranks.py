@@ -215,17 +215,17 @@ def agrees(planner: Planner, setup: SimpleNamespace, facts: list[RankFacts]) -> 
     return same_bucket and all(getattr(plan, name) == getattr(slow, name) for name in names)
 
 
-def ties_to_sum(self: CostRule, counts: tuple[int, ...], mode: gg.Mode) -> Padding:
-    at_tie = 2 * sum(counts) == max(counts) * len(counts) and len(counts) > 1
-    return Padding.SUM_LEN if at_tie else RULE(self, counts, mode)
+def ties_to_sum(self: CostRule, num_ranks: int, least: int, most: int, total: int, extends: bool) -> Padding:
+    at_tie = 2 * total == most * num_ranks and num_ranks > 1
+    return Padding.SUM_LEN if at_tie else RULE(self, num_ranks, least, most, total, extends)
 
 
-RULE = CostRule.__call__
+RULE = CostRule.of_sums
 FAULTS = {
     "no alignment of live counts": (Planner, "_step", lambda self, shape: 1),
-    "decode ranks are never converted": (Planner, "_roles", lambda self, seen, vetoed: (Role.REAL,) * len(seen.rows)),
-    "a failed capture is forgotten": (planner_module, "missing_bits", lambda rows, column: 0),
-    "ties go to SUM_LEN": (CostRule, "__call__", ties_to_sum),
+    "decode ranks are never converted": (Planner, "_roles", lambda self, seen, vetoed: ((Role.REAL,) * seen.num_ranks, 0)),
+    "a failed capture is forgotten": (planner_module, "missing_bits", lambda words: 0),
+    "ties go to SUM_LEN": (CostRule, "of_sums", ties_to_sum),
     "a captured bucket follows the live counts": (Planner, "captured_padding", lambda *_: Padding.MAX_LEN),
     "a vote is not asked for": (Planner, "_refusal", lambda self, seen, shape: (shape.refusal, ())),
 }
