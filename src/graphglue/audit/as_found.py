@@ -36,8 +36,11 @@ SETTINGS = (
     Setting(torch.get_rng_state, torch.set_rng_state),
     Setting(torch.get_default_dtype, torch.set_default_dtype),
     Setting(torch.get_num_threads, torch.set_num_threads),
-    Setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     Setting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    Setting(
+        lambda: getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None),
+        lambda context: setattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", context),
+    ),
 )
 
 
@@ -54,17 +57,20 @@ def left_as_found(runner: Any, subjects: Iterable[Subject]) -> Iterator[None]:
     before = modes.modes_on()
     with memory.plain():
         held = _contents_of(runner, subjects)
+    fork = torch.random.fork_rng(devices=devices)
+    fork.__enter__()
     try:
-        with torch.random.fork_rng(devices=devices):
-            yield
+        yield
     finally:
         modes.switch_off(before)
+        with suppress(RuntimeError):  # a GPU that a prep has broken takes no state
+            fork.__exit__(None, None, None)
         for setting, value in found:
             if not _same(setting.read(), value):
                 setting.write(value)
         for generator, state in generators:
             generator.set_state(state)
-        with suppress(RuntimeError), memory.plain():  # a GPU that a prep has broken has nothing to put back
+        with suppress(RuntimeError), memory.plain():  # nor any contents
             _put_back(held, subjects)
 
 
@@ -90,13 +96,20 @@ def _contents_of(runner: Any, subjects: list[Subject]) -> list[_Held]:
     slots = arena.targets(arena.space.bucket(arena.space.ladder.largest)).values()
     held = [_Held(tensor, tensor.clone(), True) for tensor in slots]
     pristine = subjects[0].pristine if subjects else {}
-    held += [_Held(table, pristine[name], True) for name, table in runner.tables.items()]
+    held += [_Held(_once(table), _once(pristine[name]), True) for name, table in runner.tables.items()]
     left = _MAX_BYTES
     for target in _buffers_of(subjects):
         left -= target.memory.numel() * target.memory.element_size()
         if left >= 0:
             held.append(_Held(target.memory, target.memory.clone(), False))
     return held
+
+
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """Give each element once of a tensor that repeats some."""
+    for dim, (extent, stride) in enumerate(zip(tensor.shape, tensor.stride())):
+        tensor = tensor.narrow(dim, 0, 1) if extent > 1 and stride == 0 else tensor
+    return tensor
 
 
 def _buffers_of(subjects: list[Subject]) -> list[Target]:

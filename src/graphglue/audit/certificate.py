@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from graphglue.audit.source import Source
+from graphglue.audit.source import UNREADABLE, Source
 from graphglue.core.contract import GENERIC, PrepContract
 from graphglue.core.keys import Key, KeySpace
 from graphglue.core.slots import Slot
@@ -106,6 +106,8 @@ class Audited(_Plain):
         """Say why what was audited is not what is there now; None if it is."""
         if self.contract != now.contract:
             return "its contract changed"
+        if now.source.startswith(UNREADABLE):
+            return "its code can not be read, so nothing says whether it changed"
         if self.source != now.source:
             return f"its code changed, in one of {list(now.functions)}"
         if self.slots != now.slots:
@@ -165,10 +167,10 @@ class Certificate(_Plain):
         """
         try:
             return cls.model_validate_json(Path(path).read_text())
-        except OSError as error:
-            raise ConfigError(f"certificate {str(path)!r} can not be read: {error}") from error
         except (ValidationError, UnicodeDecodeError) as error:
             raise ConfigError(f"{str(path)!r} holds no certificate; write one with graphglue audit: {error}") from error
+        except (OSError, ValueError) as error:  # such as a path that no file system takes
+            raise ConfigError(f"certificate {str(path)!r} can not be read: {error}") from error
 
 
 def why_uncertified(path: Path | None, name: str, now: Audited, device: Device) -> str | None:

@@ -47,7 +47,7 @@ def made(target: str) -> tuple[Any, Callable[[], Any] | None]:
     factory = _found(target)
     try:
         result = factory()
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # an exit would end this command as if the audit had passed
         raise ConfigError(f"{target} raised {type(error).__name__}: {error}") from error
     if isinstance(result, tuple):
         if len(result) != 2:
@@ -85,7 +85,7 @@ def _found(target: str) -> Callable[[], Any]:
             found = getattr(found, name)
     except AttributeError as error:
         raise ConfigError(f"{target!r}: {error}; name a callable without arguments") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"module {module!r} can not be imported: {type(error).__name__}: {error}") from error
     if not callable(found):
         raise ConfigError(f"{target!r} is a {type(found).__name__}; expected a callable without arguments")

@@ -26,7 +26,7 @@ from graphglue.graphs import memory
 from graphglue.graphs.base import Recording
 
 NAME = "double_capture"
-_CALLS_PER_KEY = 4  # two warm-ups, the recording, and one that is looked at
+_CALLS_PER_KEY = 5  # two warm-ups and the recording, between two that are looked at
 _CYCLE = 12  # a host value that comes back after 2, 3, 4, 6 or 12 calls is another one in the second capture
 _BAKED = (
     "a host value was baked: a Python number, an attribute, a counter or the time. Pass it as a slot, through plan() "
@@ -46,7 +46,8 @@ def run(subject: Subject) -> tuple[Verdict, list[Finding]]:
 
     Compared are what the replays give, and the operations with their scalars: a value that no legal step shows now
     is baked all the same. Any difference is a host value, whether or not somebody perturbs. Without a difference
-    the verdict is a pass only where ``perturb`` or a host planner changed the host state in between.
+    the verdict is a pass only where ``perturb`` changed the host state in between, or a host planner did and the
+    prep reaches no other host value.
 
     Sync: the device. Capturable: no.
     """
@@ -68,7 +69,7 @@ def run(subject: Subject) -> tuple[Verdict, list[Finding]]:
         subject.restore()
     if not served:
         evidence.unseen("", "nothing was captured: the prep is glued at no key, or at none that it fills exactly")
-    elif subject.perturb is None and subject.plan is None and not evidence.failed:
+    elif subject.perturb is None and not evidence.failed and (subject.plan is None or _host_values(subject)):
         evidence.unseen("", f"no difference, but nobody changed the host state in between; {_advice(subject)}")
     return evidence.result(f"{len(served)} keys captured twice, under two host states; replays are equal")
 
@@ -84,13 +85,25 @@ def _record(subject: Subject, key: Key, raws: list[Any], evidence: Evidence, whi
             _show_planner(subject.plan, Step.drawn(subject, key, raws[0] if which == "first" else max(raws), 1), which)
             for name, tensor in slots.items():
                 tensor.copy_(before[name])
+        opening = observe(subject, key)
         recording = subject.record(key)  # warms up, so that what a prep sets up at its first call is no difference
-        return Capture(observe(subject, key), recording)
+        seen = observe(subject, key)
+        _note_kept(key, opening, seen, evidence)
+        return Capture(seen, recording)
     except CaptureError as error:
         evidence.fail("recording", f"{spell_step(key)}: the {which} capture was refused: {error}")
         return None
     finally:
         subject.restore()
+
+
+def _note_kept(key: Key, opening: Testimony, seen: Testimony, evidence: Evidence) -> None:
+    """Note what only the first call read on the host: it kept that, and no later call looks again."""
+    again = {finding.where for finding in seen.read}
+    for one in opening.read:
+        if one.where not in again:
+            text = f"{spell_step(key)}: only the first call {one.text}"
+            evidence.fail(f"{one.where} kept", text, **one.model_dump(exclude_none=True, exclude={"text"}))
 
 
 def _show_planner(plan: Callable[..., Any], step: Step, which: str) -> None:
@@ -168,7 +181,11 @@ def _compare_operations(key: Key, first: Testimony, second: Testimony, evidence:
     return None
 
 
+def _host_values(subject: Subject) -> list[str]:
+    return holdings.host_values(subject.prep)
+
+
 def _advice(subject: Subject) -> str:
-    values = holdings.host_values(subject.prep)
+    values = _host_values(subject)
     named = f", such as {values[:6]}" if values else ""
     return f"pass perturb=, which changes what the engine may change between two steps{named}"

@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphglue.audit.evidence import code_of
 from graphglue.audit.garbage import is_plain
-from graphglue.audit.inside import cells_of, dict_of, slots_of
+from graphglue.audit.inside import cells_of, dict_of, is_a, slots_of
 from graphglue.graphs import guard, memory
 
 _MAX_OBJECTS = 20_000
@@ -35,21 +36,24 @@ def reachable(prep: Callable[..., Any]) -> tuple[dict[str, torch.Tensor], bool]:
         Tensors by where they were found, and whether everything was walked.
     """
     things, is_complete = _walked(prep)
-    return {name: thing for name, thing, _ in things if isinstance(thing, torch.Tensor)}, is_complete
+    return {name: thing for name, thing, _ in things if is_a(thing, torch.Tensor)}, is_complete
 
 
 def host_values(prep: Callable[..., Any]) -> list[str]:
-    """Name the numbers and flags that may change under a prep: attributes, and what dicts, lists and names hold."""
+    """Name the numbers and flags that may change under a prep: attributes, and what dicts, lists and names hold.
+
+    Arrays are among them: they may be the host's mirror of what the device holds.
+    """
     return [
         name
         for name, thing, holder in _walked(prep)[0]
-        if isinstance(thing, (bool, int, float)) and not isinstance(holder, (tuple, frozenset, type))
+        if is_a(thing, (bool, int, float, np.ndarray)) and not is_a(holder, (tuple, frozenset, type))
     ]
 
 
 def generators(prep: Callable[..., Any]) -> list[torch.Generator]:
     """List the random generators that a prep reaches."""
-    return [thing for _, thing, _ in _walked(prep)[0] if isinstance(thing, torch.Generator)]
+    return [thing for _, thing, _ in _walked(prep)[0] if is_a(thing, torch.Generator)]
 
 
 def _walked(prep: Callable[..., Any]) -> tuple[list[tuple[str, Any, Any]], bool]:
@@ -58,18 +62,18 @@ def _walked(prep: Callable[..., Any]) -> tuple[list[tuple[str, Any, Any]], bool]
     Objects may be of any package, but of the code of others nothing is walked: there is no end to it.
 
     Returns:
-        Tensors, generators and plain values, each with its name and what holds it, and whether everything was walked.
+        Tensors, arrays, generators and plain values, each with its name and holder, and whether all was walked.
     """
     found: list[tuple[str, Any, Any]] = []
     seen: dict[int, Any] = {}  # holds what it knows, so that no id is used again
     waiting, package = deque([("", prep, prep)]), _package_of(code_of(prep))
     while waiting and len(seen) < _MAX_OBJECTS:
         name, thing, holder = waiting.popleft()
-        if isinstance(thing, _PLAIN):
+        if is_a(thing, _PLAIN):
             found.append((name, thing, holder))
         elif id(thing) not in seen:
             seen[id(thing)] = thing
-            if isinstance(thing, (torch.Tensor, torch.Generator)):
+            if is_a(thing, (torch.Tensor, torch.Generator, np.ndarray)):
                 found.append((name, thing, holder))
             else:
                 parts = () if _is_code_of_others(thing, package) else _parts(name, thing)
@@ -78,23 +82,23 @@ def _walked(prep: Callable[..., Any]) -> tuple[list[tuple[str, Any, Any]], bool]
 
 
 def _parts(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(thing, FunctionType):
+    if is_a(thing, FunctionType):
         yield from _parts_of_function(name, thing)
-    elif isinstance(thing, MethodType):
+    elif is_a(thing, MethodType):
         yield from ((_join(name, "self"), thing.__self__), (name, thing.__func__))
-    elif isinstance(thing, functools.partial):
+    elif is_a(thing, functools.partial):
         yield from (
             (name, thing.func),
             (_join(name, "arguments"), thing.args),
             (_join(name, "keywords"), thing.keywords),
         )
-    elif isinstance(thing, dict):
+    elif is_a(thing, dict):
         yield from ((f"{name}[{key!r}]", part) for key, part in list(dict.items(thing)))
-    elif isinstance(thing, (list, tuple, set, frozenset, deque)):
+    elif is_a(thing, (list, tuple, set, frozenset, deque)):
         yield from ((f"{name}[{position}]", part) for position, part in enumerate(list(thing)))
-    elif isinstance(thing, type):
+    elif is_a(thing, type):
         yield from _parts_of_class(name, thing)
-    elif not isinstance(thing, ModuleType) and not _is_opaque(type(thing)):
+    elif not is_a(thing, ModuleType) and not _is_opaque(type(thing)):
         attributes = [*slots_of(thing), *dict_of(thing).items()]
         yield from ((f"{name or 'self'}.{attribute}", part) for attribute, part in attributes)
         yield (name or "self", type(thing))
@@ -105,7 +109,7 @@ def _parts_of_function(name: str, function: FunctionType) -> Iterator[tuple[str,
     held = [(f"closure variable {variable!r}", part) for variable, part in cells_of(function)]
     held += [(f"global {v!r}", function.__globals__[v]) for v in sorted(names & function.__globals__.keys())]
     for what, part in held:
-        if isinstance(part, ModuleType):
+        if is_a(part, ModuleType):
             yield from _parts_of_module(_join(name, what), part, names)
         else:
             yield _join(name, what), part
@@ -119,7 +123,7 @@ def _parts_of_module(name: str, module: ModuleType, names: set[str], depth: int 
     """List what the code may take from a module, by the names it uses."""
     for attribute in sorted(names & vars(module).keys()):
         part = vars(module)[attribute]
-        if isinstance(part, ModuleType):
+        if is_a(part, ModuleType):
             if depth:
                 yield from _parts_of_module(f"{name}.{attribute}", part, names, depth - 1)
         else:
@@ -131,15 +135,15 @@ def _parts_of_class(name: str, kind: type) -> Iterator[tuple[str, Any]]:
     for base in kind.__mro__:
         if _package_of(base) == _package_of(kind) and not _is_opaque(base):
             for attribute, part in vars(base).items():
-                if isinstance(part, (staticmethod, classmethod)):
+                if is_a(part, (staticmethod, classmethod)):
                     part = part.__func__
-                yield f"{name}.{attribute}", part.fget if isinstance(part, property) else part
+                yield f"{name}.{attribute}", part.fget if is_a(part, property) else part
 
 
 def _names_in(code: CodeType) -> set[str]:
     names = set(code.co_names)
     for constant in code.co_consts:
-        if isinstance(constant, CodeType):
+        if is_a(constant, CodeType):
             names |= _names_in(constant)
     return names
 
@@ -149,7 +153,7 @@ def _package_of(code: FunctionType | type) -> str:
 
 
 def _is_code_of_others(thing: Any, package: str) -> bool:
-    if not isinstance(thing, (FunctionType, type)):
+    if not is_a(thing, (FunctionType, type)):
         return False
     return _package_of(thing) != package or package in ("torch", "numpy") or package in sys.stdlib_module_names
 
@@ -199,4 +203,4 @@ def _is_view(func: Any) -> bool:
 
 
 def _plain(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor) and is_plain(leaf)]
+    return [leaf for leaf in pytree.tree_leaves(tree) if is_a(leaf, torch.Tensor) and is_plain(leaf)]

@@ -9,6 +9,11 @@ from types import FunctionType, MemberDescriptorType
 from typing import Any
 
 
+def is_a(thing: Any, kinds: type | tuple[type, ...]) -> bool:
+    """Tell an object's kind by its type; ``isinstance`` also asks for its ``__class__``, which may raise."""
+    return issubclass(type(thing), kinds)
+
+
 def attributes_of(thing: Any) -> dict[str, Any]:
     """Give an object's own attributes, those in ``__slots__`` included."""
     return {**dict(slots_of(thing)), **dict_of(thing)}

@@ -31,12 +31,13 @@ _STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "DELETE_ATTR")
 _CHANGES = ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE")
 _CHANGERS = frozenset(
     (
-        "append", "appendleft", "extend", "insert", "pop", "popitem", "clear", "remove", "sort", "reverse", "setdefault",
-        "update", "add", "discard",
+        "append", "appendleft", "extend", "insert", "pop", "popitem", "clear", "remove", "sort", "reverse",
+        "setdefault", "update", "add", "discard",
     )
 )  # fmt: skip
 _MAKERS = ("__init__", "__new__", "__post_init__", "__setstate__")  # what these assign is given, not state
 _WRAPPERS = ("__wrapped__", "fn", "func")  # where decorators keep what they wrap; a Triton kernel keeps ``fn``
+_CLASS_OF_OBJECT = "class"  # no name that code can have
 _MAX_VALUES = 50_000
 
 
@@ -104,6 +105,7 @@ class _Reading:
     stores: set[str] = field(default_factory=set)
     _seen: dict[Any, Any] = field(default_factory=dict)  # kept alive, so that an id is not used again
     _classes: dict[type, list[Any]] = field(default_factory=dict)  # of the package, with their objects
+    _called: set[type] = field(default_factory=set)  # classes that the code names, and so may make objects of
     _waiting: deque[tuple[str, str, Any, _Reader]] = field(default_factory=deque)
 
     def read(self, callables: tuple[Any, ...]) -> None:
@@ -120,6 +122,8 @@ class _Reading:
         if issubclass(kind, (*_PLAIN, enum.Enum)):
             self.lines.add((name, f"{owner}.{name} = {_spell(value)}"))
             return
+        if issubclass(kind, type) and name != _CLASS_OF_OBJECT:
+            self._called.add(value)
         key = id(value) if kind is FunctionType else (id(value), reader)
         if key not in self._seen and len(self._seen) < _MAX_VALUES:
             self._seen[key] = value
@@ -212,7 +216,7 @@ class _Reading:
         if kind is BuiltinFunctionType:
             self.lines.add((name, f"{path} = {value.__qualname__}"))
             return
-        self._wait(path, "class", kind, reader)
+        self._wait(path, _CLASS_OF_OBJECT, kind, reader)
         if self._is_ours(kind.__module__):
             self._classes.setdefault(kind, []).append(value)
         self._attributes(kind.__qualname__, value, reader)
@@ -232,12 +236,14 @@ class _Reading:
                 if id(function) not in self._seen:
                     self._wait(kind.__qualname__, function.__name__, function, _Reader())
                     reader = _Reader.of(function.__code__)
-                    for one in (kind, *objects):
+                    for one in () if function.__name__ in _MAKERS else (kind, *objects):
                         self._wait(kind.__qualname__, function.__name__, one, reader)
 
     def _methods_of(self, kind: type) -> Iterator[FunctionType]:
         for base in kind.__mro__:
             for name, part in vars(base).items() if self._is_ours(base.__module__) else ():
+                if name in _MAKERS and kind not in self._called:
+                    continue  # its objects are there, and what was given to them is read from them
                 if name in self.names or name in _Reader().names or (name[:2] == name[-2:] == "__"):
                     yield from functions_of(part)
 
@@ -281,7 +287,7 @@ def _spell(value: Any) -> str:
         return f"{kind.__qualname__}.{value._name_} = {_spell(value._value_)}"
     if issubclass(kind, (tuple, frozenset)):
         return f"({', '.join(map(_spell, _ordered(value)))})"
-    base = next((base for base in _PLAIN if issubclass(kind, base)), None)
+    base: Any = next((base for base in _PLAIN if issubclass(kind, base)), None)
     return kind.__qualname__ if base is None else base.__repr__(value)
 
 

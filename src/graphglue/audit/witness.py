@@ -34,6 +34,7 @@ _OVERWRITES = frozenset(
 )  # fmt: skip
 _SCALARS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _MAX_HOST_VALUES = 16
+_HOST_READ = BY_NAME["item"][0].why
 _NAMESPACES = ("aten", "prims", "prim", "profiler", "quantized")
 
 
@@ -79,6 +80,7 @@ class Testimony:
     Attributes:
         operations: all of them, in order.
         broken: the rules of a recording that were broken, each once for a line.
+        read: those of them that read on the host what slots or tables hold, or what was computed from it.
         touches: reads and writes of memory the run did not make.
         unseen: what the run did that can not be looked into, and why.
         result: what the prep returned.
@@ -90,6 +92,7 @@ class Testimony:
 
     operations: list[Operation] = field(default_factory=list)
     broken: list[Finding] = field(default_factory=list)
+    read: list[Finding] = field(default_factory=list)
     touches: list[Touch] = field(default_factory=list)
     unseen: list[Finding] = field(default_factory=list)
     result: Any = None
@@ -141,6 +144,7 @@ class _Notes(guard.Guard):
         super().__init__(subject.arena.device.torch_device)
         self.seen, self.baked = seen, seen.baked
         self.regions = sorted((*subject.regions(), *subject.live))
+        self.told_by_step: set[int] = set()  # storages that hold what slots or tables say
         self._told: set[tuple[str, str]] = set()
 
     def check(self, keys: tuple[str | torch.Tag, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -163,6 +167,13 @@ class _Notes(guard.Guard):
             tensor = next((leaf for leaf in pytree.tree_leaves(args) if _is_plain(leaf)), None)
             finding = finding_of(text, op, place, tensor, self.regions)
         self.seen.broken.append(finding)
+        if text.startswith(_HOST_READ) and tensor is not None and self.depends_on_step(tensor):
+            self.seen.read.append(finding)
+
+    def depends_on_step(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor lies in a slot or table, or was computed from one."""
+        storage = tensor.untyped_storage()._cdata
+        return storage in self.told_by_step or _region(tensor, self.regions) is not None
 
     def unseen(self, op: str, text: str) -> None:
         """Note what can not be looked into."""
@@ -207,9 +218,17 @@ class _Witness(guard.DispatchGuard):
             if storage._cdata not in known:
                 self._ordinals.setdefault(storage._cdata, len(self._ordinals))
                 self._seen.made[storage._cdata] = storage
+        self._follow(func, leaves, results)
         made = tuple(self.spelled(leaf) for leaf in results)
         self._seen.operations.append(Operation(str(func), given, made, place))
         return result
+
+    def _follow(self, func: Any, given: list[Any], made: list[Any]) -> None:
+        """Note which memory holds what slots or tables say from now on."""
+        if memory.ignores_values(func) or not any(self._notes.depends_on_step(one) for one in filter(_is_plain, given)):
+            return
+        for one in filter(_is_plain, [*made, *(given if func._schema.is_mutable else ())]):
+            self._notes.told_by_step.add(one.untyped_storage()._cdata)
 
     def _look(self, func: Any, args: Any, kwargs: Any) -> None:
         """Note what an operation does besides reading and writing its arguments."""
