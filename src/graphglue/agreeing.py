@@ -10,6 +10,7 @@ A batch that is refused still takes part: the rank joins the others' step with n
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -140,7 +141,8 @@ class Agreement:
         self._config, self._check = config, check
         self._counts_vary = ranks.planner.sum_len_tolerated  # of one captured bucket
         self._extra = (0,) * getattr(ranks, "num_extra", 0)
-        stepper.bound = True
+        self._entered: RankPlan | None = None  # what the running step was agreed to be
+        stepper.bound, stepper.stand_in = True, self._stand_in_again
         capture.together = ranks.every
         views.meeting_of = lambda key: ranks.planner.captured_meeting(key.bucket, key.mode, ranks.size)
 
@@ -151,8 +153,27 @@ class Agreement:
             f"contract {one.name!r}": one.contract.digest() if one.contract else "none" for one in registrations
         }
         named = [f"{slot.name}: {slot.axis.value} {slot.dtype} {slot.inner} {slot.pad}" for slot in slots]
-        shapes = {"modes": str(space.modes), "variants": repr(space.variants), "ragged": str(space.ragged)}
-        self.ranks.compare({**contracts, "slots": str(named), **shapes})
+        shapes = {"modes": str(space.modes), "ragged": str(space.ragged)}
+        shapes["variants"] = re.sub(r" at 0x[0-9a-f]+", "", repr(space.variants))  # an address is each rank's own
+        captures = {"warmups": str(self._config.warmups), "forward": str(self._stepper.forward is not None)}
+        self.ranks.compare({**contracts, "slots": str(named), **shapes, **captures})
+
+    def ready(self, name: str, check: Callable[[], Any]) -> Any:
+        """Make a check on every rank before any goes on to what needs all; give its result. Sync: the host waits.
+
+        Raises:
+            Exception: what the check raised here.
+            RankDisagreementError: it was refused on another rank, or gave something else there.
+        """
+        result, refusal = _attempt(check)
+        try:
+            self.ranks.compare({name: str(result) if refusal is None else f"refused ({refusal})"})
+        except RankDisagreementError:
+            if refusal is None:
+                raise
+        if refusal is not None:
+            raise refusal
+        return result
 
     def facts(self, batch: Batch) -> RankFacts:
         """State a step, for an engine that exchanges facts itself. Writes nothing, and raises for no batch."""
@@ -177,18 +198,32 @@ class Agreement:
                 if lane is not own.loaded:
                     writes = self._stepper.load(lane, batch, forward)
                 own.alone.last = lane if lane.fill is not None else None
+                self._entered = plan
                 return lane, writes
             except Exception as error:  # the plan of a host planner raises what it likes
                 refusal = error
+        self._entered = None
         self._stand_in(plan, forward)
         assert refusal is not None
         raise refusal
 
-    def missing_keys(self, wanted: Sequence[Key], missing: Callable[[Key], bool]) -> list[Key]:
+    def missing_keys(
+        self, wanted: Sequence[Key], missing: Callable[[Key], bool], check: Callable[[bool], Any]
+    ) -> list[Key]:
         """Find the keys to repair: those of every size that some rank misses. Sync: the host waits.
 
-        All ranks take part in a repair, because a forward warms up with its collectives.
+        All ranks take part in a repair, because a forward warms up with its collectives; so there is none while
+        one of them is refused by its own check, or wants no keys since a reset.
         """
+        self._stepper.settle(wait=True)
+        refusal = _attempt(lambda: check(True))[1]
+        together = self.ranks.every(refusal is None and bool(wanted))
+        if refusal is not None:
+            raise refusal
+        if not together:
+            if wanted:
+                logger.warning("maintain: another rank can not capture now, so no rank repairs anything")
+            return []
         space, forward = self._arena.space, self._stepper.forward
         lacking = {_size(space, key) for key in wanted if missing(key)}
         bits = self.ranks.union(missing_sizes(space, set(space.ladder) - lacking))
@@ -224,8 +259,10 @@ class Agreement:
         if space.counts_tokens and step.mode is Mode.DECODE and not step.idle:
             alone = replace(step, mode=Mode.EXTEND, waste_limit=self._config.waste_limit_in(Mode.EXTEND))
             joining = admits(alone) and (shapes is None or (Mode.EXTEND, 0, variant) in shapes)
-        extends = space.counts_tokens
-        return stated(step, known, self._missing(), extends=extends, joining=joining, extra=self._extra)
+        modes = space.modes if shapes is None else sorted({mode for mode, _, _ in shapes}, key=space.modes.index)
+        mode = modes[0] if step.idle and modes and step.mode not in modes else None  # nothing of its own to run in
+        extends, missing = space.counts_tokens, self._missing()
+        return stated(step, known, missing, mode=mode, extends=extends, joining=joining, extra=self._extra)
 
     def _shapes(self) -> set[tuple[Mode, int, Any]] | None:
         """List what forwards are captured for: mode, width and variant; None for an engine that owns its forward."""
@@ -324,6 +361,12 @@ class Agreement:
                 "is for the batch whose facts were gathered"
             )
 
+    def _stand_in_again(self) -> None:
+        """Join an eager step whose prep raised on this rank's own rows; once, because it may raise on no rows too."""
+        plan, self._entered = self._entered, None
+        if plan is not None:
+            self._stand_in(plan, True)
+
     def _stand_in(self, plan: RankPlan, forward: bool) -> None:
         """Join the other ranks' step with no rows, so that none of them waits for this one in a collective."""
         if not forward or not self._stepper.runs(plan.forward):
@@ -344,6 +387,13 @@ class Agreement:
             return
         except Exception:
             logger.exception("rank %d was refused, and could not join the step of the others either", self.ranks.rank)
+
+
+def _attempt(check: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return check(), None
+    except Exception as error:
+        return None, error
 
 
 def _size(space: KeySpace, key: Key) -> int:

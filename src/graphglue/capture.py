@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from graphglue.core.routing import PrepFacts, Route, State
 from graphglue.core.view import View
 from graphglue.device.arena import Arena
 from graphglue.device.base import Launch, Reads
-from graphglue.errors import ContractError
+from graphglue.errors import CaptureError, ContractError
 from graphglue.graphs.base import Recorder
 from graphglue.registry import Registration
 from graphglue.step import Outputs
@@ -181,8 +181,8 @@ class Capture:
         logger.info("capture of %d keys begins", len(keys))
         begin = time.perf_counter()
         self.drop_launches(keys)
-        session = self._hooks.session() if self._hooks.session else nullcontext()
-        with session, self._recorder.session(), self._bar(2 * len(keys), progress) as bar:
+        with ExitStack() as session, self._bar(2 * len(keys), progress) as bar:
+            self._begin(session)
             for key in keys:
                 self._show(bar, "warm-up", key)
                 self._warm(key, contain)
@@ -196,6 +196,20 @@ class Capture:
         recorded = [key for key in keys if self.captured(key)]
         logger.info("capture ends: %d of %d keys, %.2f s", len(recorded), len(keys), time.perf_counter() - begin)
         return recorded
+
+    def _begin(self, session: ExitStack) -> None:
+        """Enter the sessions, on all ranks or on none."""
+        refusal = None
+        try:
+            session.enter_context(self._hooks.session() if self._hooks.session else nullcontext())
+            session.enter_context(self._recorder.session())
+        except Exception as error:
+            refusal = error
+        together = self.together(refusal is None)
+        if refusal is not None:
+            raise refusal
+        if not together:
+            raise CaptureError("another rank could not begin the capture; its own error says why")
 
     def drop_launches(self, keys: Iterable[Key]) -> None:
         """Drop what was composed for these keys."""

@@ -55,8 +55,7 @@ class Runner:
         ContractError: a contract that does not fit the slots, tables or other contracts.
         ConfigError: slots, ladder, device or config that are not usable.
 
-    A runner serves one thread at a time; a second one is refused. ``close()`` it, or use it as a
-    context manager.
+    A runner serves one thread at a time; a second one is refused. ``close()`` it, or use it as a context manager.
     """
 
     def __init__(
@@ -153,14 +152,8 @@ class Runner:
         Sync: the device, once. Capturable: no.
         """
         with self._turn:
-            self._check_open()
-            if any(self._capture.captured(key) for key in self._wanted):
-                raise CaptureError("keys are captured already; call reset() first, or maintain() to retry single ones")
-            self._tables.check()
-            sizes = None if buckets is None else self.space.sizes_of(buckets)
-            if self._agreement is not None:
-                self._agreement.ranks.compare({"sizes to capture": str(sizes or self.space.ladder)})
-            self._wanted = self.space.keys(sizes)
+            together = self._agreement.ready if self._agreement is not None else lambda name, check: check()
+            self._wanted = self.space.keys(together("sizes to capture", lambda: self._sizes_to_capture(buckets)))
             if not self._capture_keys(self._wanted, progress):
                 raise CaptureError(f"no key could be captured; {self._first_cause()}")
 
@@ -299,11 +292,12 @@ class Runner:
         Never called by a replay. Sync: the device.
         """
         with self._turn:
-            self._check_open()
-            self._stepper.settle(wait=True)
-            keys = [key for key in self._wanted if self._capture.missing(key)]
             if self._agreement is not None:
-                keys = self._agreement.missing_keys(self._wanted, self._capture.missing)
+                keys = self._agreement.missing_keys(self._wanted, self._capture.missing, self._check_open)
+            else:
+                self._check_open()
+                self._stepper.settle(wait=True)
+                keys = [key for key in self._wanted if self._capture.missing(key)]
             if keys:
                 self._tables.check()
                 self._capture_keys(keys, progress=False, repair=True)
@@ -343,6 +337,12 @@ class Runner:
     def _join(self, results: list[Any]) -> Any:
         """Give one prep's metadata as it is, and that of a list by prep name."""
         return {unit.name: result for unit, result in zip(self._units, results)} if self._several else results[0]
+
+    def _sizes_to_capture(self, buckets: Iterable[int | Bucket] | None) -> list[int]:
+        self._check_open(and_tables=True)
+        if any(self._capture.captured(key) for key in self._wanted):
+            raise CaptureError("keys are captured already; call reset() first, or maintain() to retry single ones")
+        return self.space.sizes_of(self.space.ladder if buckets is None else buckets)
 
     def _capture_keys(self, keys: Iterable[Key], progress: bool | None, repair: bool = False) -> list[Key]:
         """Capture keys. A broken declaration fails all of a first capture, and only its key in a repair."""
@@ -389,9 +389,11 @@ class Runner:
             shadow.raise_error()
         self._tables.check()
 
-    def _check_open(self) -> None:
+    def _check_open(self, and_tables: bool = False) -> None:
         if self._closed:
             raise ClosedError("the runner was closed; build another one")
+        if and_tables:
+            self._tables.check()
 
 
 def _engine_forward(*_: object) -> None:

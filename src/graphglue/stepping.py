@@ -61,7 +61,8 @@ class Stepper:
         self._lanes = Lanes()
         self.ledger = Ledger()
         self.bound = False  # by what the ranks agreed: no forward changes its route any more
-        self._late: ContractError | None = None  # raised when the step has ended
+        self.stand_in: Callable[[], None] | None = None  # joins the other ranks' eager step without rows
+        self._late: Exception | None = None  # raised when the step has ended
         self.shadow = self._open_shadow(config)
         self._planned_last: Mapping[str, Any] = {}
 
@@ -199,9 +200,10 @@ class Stepper:
     def _run_parts(
         self, lane: Lane, writes: list[Write] | None, forward: bool, twin: Twin | None = None
     ) -> tuple[Any, Any, Decision, View]:
-        views, forward_view = self._fill(lane, writes)
-        self._record_read("sources", True)
+        self._late = None
         try:
+            views, forward_view = self._fill(lane, writes)
+            self._record_read("sources", True)
             metadata, decision = self._run_preps(lane.decision, views, twin)
         except Exception:
             if forward and self.bound:
@@ -222,9 +224,11 @@ class Stepper:
         return self._handed_out(metadata), self._handed_out(outputs), decision, forward_view
 
     def _keep_company(self, lane: Lane) -> None:
-        """Replay an agreed graph though a prep raised: the other ranks are in its collectives, and wait."""
+        """Run what was agreed though a prep raised: the other ranks are in its collectives, and wait."""
         if lane.decision.forward is Route.GRAPH and self.forward is not None:
             self.forward.replay(lane.decision.key)
+        elif self._run_forward is not None and self.stand_in is not None:
+            self.stand_in()
 
     def _whole(self, lane: Lane) -> Callable[[], tuple[Any, Any, Decision, View]]:
         """Build the run of a step that is one launch and nothing else.
@@ -331,16 +335,24 @@ class Stepper:
                 twin.prepare(position)
             result, changed = unit.run(decision.preps[unit.name].route, decision.key, view)
             if unit.registration.publish is not None:
-                unit.registration.publish(trees.rebuilt(result))
+                self._publish(unit, result)
             results.append(trees.rebuilt(result))
             changes.append(changed)
         readable = decision.forward_reason in (None, Reason.NO_FORWARD_GRAPH)
         if readable and any(changes):  # a graph, ours or the engine's, reads the static metadata, which is old now
             if self.bound and decision:
-                self._late = _changed_alone(next(filter(None, changes)))
+                self._late = self._late or _changed_alone(next(filter(None, changes)))
             else:
                 decision = replace(decision, forward=Route.EAGER, forward_reason=Reason.METADATA_CHANGED)
         return self._join(results), decision
+
+    def _publish(self, unit: Unit, result: Any) -> None:
+        try:
+            unit.registration.publish(trees.rebuilt(result))  # type: ignore[misc]
+        except Exception as error:
+            if not self.bound:
+                raise
+            self._late = self._late or error  # the other ranks wait in the forward
 
     def _run_model(self, lane: Lane, decision: Decision, view: View, metadata: Any) -> Any:
         if decision.forward is Route.GRAPH and self.forward is not None:

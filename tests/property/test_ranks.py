@@ -223,7 +223,11 @@ def ties_to_sum(self: CostRule, num_ranks: int, least: int, most: int, total: in
 RULE = CostRule.of_sums
 FAULTS = {
     "no alignment of live counts": (Planner, "_step", lambda self, shape: 1),
-    "decode ranks are never converted": (Planner, "_roles", lambda self, seen, vetoed: ((Role.REAL,) * seen.num_ranks, 0)),
+    "decode ranks are never converted": (
+        Planner,
+        "_roles",
+        lambda self, seen, vetoed: ((Role.REAL,) * seen.num_ranks, 0),
+    ),
     "a failed capture is forgotten": (planner_module, "missing_bits", lambda words: 0),
     "ties go to SUM_LEN": (CostRule, "of_sums", ties_to_sum),
     "a captured bucket follows the live counts": (Planner, "captured_padding", lambda *_: Padding.MAX_LEN),

@@ -72,6 +72,11 @@ def test_a_misconfigured_rank_fails_at_start_up(tmp_path: Path) -> None:
         assert "rank 1 was built with ladder [1, 2, 16], most ranks (rank 0) with [1, 2, 4, 8]" in text
 
 
+def test_rows_of_another_length_are_found_before_they_meet(tmp_path: Path) -> None:
+    for text in launch("longer_rows", 2, tmp_path):
+        assert "rank 1 was built with num_extra 3, most ranks (rank 0) with 0" in text
+
+
 def test_an_engine_may_exchange_the_facts_itself(tmp_path: Path) -> None:
     expected: list[Any] = [["graph", [4, 4, 1]], ["graph", [2, 2, 1]], ["graph", [8, 8, 1]], ["graph", [2, 2, 1]]]
     assert launch("exchanged_by_the_engine", 3, tmp_path) == [expected] * 3

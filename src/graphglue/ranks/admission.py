@@ -26,6 +26,7 @@ def stated(
     known: bool,
     missing: int,
     *,
+    mode: Mode | None = None,
     extends: bool = False,
     joining: bool | None = None,
     extra: tuple[int, ...] = (),
@@ -36,19 +37,23 @@ def stated(
         step: what this rank would decide it by, alone.
         known: its mode, shape and variant are among the captured ones.
         missing: a bit for each size that this rank has no graph of.
+        mode: what it states instead of the step's own mode.
         extends: its runner's sizes count tokens.
         joining: whether it could run as a one-token extend beside a rank that prefills; None for a
             step that is no decode step, or a runner that can not extend.
         extra: the fields that the engine adds elsewhere.
     """
     raw, vote = step.raw, admits(step)
+    joins = joining
+    if step.idle:  # it takes any shape, but a runner for decode replays no prefill graph, nor the reverse
+        joins, vote = extends and vote, vote and not extends
     return RankFacts(
         raw.requests,
         raw.tokens,
-        step.mode,
+        mode or step.mode,
         vote=vote and (known or step.idle),
         row_tokens=None if step.idle or step.mode.counts_tokens else raw.row_tokens,
-        prefill_vote=joining,
+        prefill_vote=joins,
         convertible=joining is not None,
         missing=0 if extends else missing,
         missing_extend=missing if extends else 0,

@@ -24,6 +24,7 @@ MISSING, MISSING_EXTEND, EXTRA = 12, 13, 14  # a bit for each size of a ladder, 
 KINDS = ("a step", "a capture", "a comparison of declarations")
 STEP, CAPTURE, COMPARE = ((VERSION << 8) | kind for kind in range(len(KINDS)))
 
+MAX_TOKENS = 2**31 - 1
 _WORD_BITS = 63
 # Those that count tokens come last, so that a maximum tells whether any rank extends.
 MODES = (Mode.DECODE, Mode.VERIFY, Mode.DRAFT, Mode.DRAFT_EXTEND, Mode.EXTEND, Mode.MIXED)
@@ -139,11 +140,10 @@ class RankFacts:
         return [STEP, *numbers, 0, word_of(self.missing), word_of(self.missing_extend)]  # type: ignore[list-item]
 
     def _check_counts(self) -> None:
-        most = 2**31 - 1
-        if not 0 <= self.requests <= self.tokens <= most or (self.requests == 0) != (self.tokens == 0):
+        if not 0 <= self.requests <= self.tokens <= MAX_TOKENS or (self.requests == 0) != (self.tokens == 0):
             raise BindError(
                 f"rank facts of {self.requests} requests and {self.tokens} tokens: expected 0 and 0, or at least one "
-                f"token for each request and at most {most}"
+                f"token for each request and at most {MAX_TOKENS}"
             )
         if min(self.missing, self.missing_extend) < 0 or not all(
             -(2**63) <= number < 2**63 for number in (self.digest, self.prefix, *self.extra)
@@ -172,9 +172,9 @@ def word_of(bits: int) -> int:
     return bits if bits <= top else (bits | 1 << (_WORD_BITS - 1)) & top
 
 
-def missing_bits(rows: np.ndarray, column: int) -> int:
-    """Give the sizes that any rank has no graph of."""
-    return int(np.bitwise_or.reduce(rows[:, column]))
+def missing_bits(words: np.ndarray) -> int:
+    """Give the sizes that any rank has no graph of, from the word of each."""
+    return int(np.bitwise_or.reduce(words))
 
 
 def stacked(facts: Sequence[RankFacts]) -> np.ndarray:
@@ -225,7 +225,10 @@ def _shared_width(requests: int, tokens: int, given: Any) -> int:
                 f"rank facts of {requests} requests with row_tokens={given} and tokens={tokens}: no product"
             )
         return int(given)
-    widths = [operator.index(width) for width in given]
+    try:
+        widths = [operator.index(width) for width in given]
+    except TypeError:
+        raise BindError(f"row_tokens={given!r}: expected a number, or one for each of {requests} requests") from None
     if len(widths) != requests or sum(widths) != tokens or min(widths) < 1:
         raise BindError(f"row_tokens {widths[:8]}: expected one positive count for each of {requests}, {tokens} in all")
     return widths[0] if len(set(widths)) == 1 else 0

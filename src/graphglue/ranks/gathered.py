@@ -7,10 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from graphglue.errors import RankDisagreementError
+from graphglue.errors import BindError, RankDisagreementError
 from graphglue.ranks import facts as at
-
-_STEERING = slice(at.MODE, at.ROW_TOKENS + 1)
 
 
 class Gathered(NamedTuple):
@@ -19,7 +17,7 @@ class Gathered(NamedTuple):
     Modes and widths are those of the busy ranks, which have requests; of all where none has.
     """
 
-    rows: np.ndarray
+    columns: np.ndarray  # int64[fields, ranks], contiguous: that is four times as fast to reduce
     low: list[int]
     high: list[int]
     low_mode: int
@@ -50,25 +48,67 @@ class Gathered(NamedTuple):
             matrix: int64[ranks, fields]; a numpy array, or what numpy takes without a copy (a CPU tensor).
 
         Raises:
-            RankDisagreementError: rows of another layout or for something else than a step, or digests that differ.
+            RankDisagreementError: rows of another layout or for something else than a step, rows that no facts
+                have, or digests that differ.
         """
-        rows = matrix if isinstance(matrix, np.ndarray) else np.asarray(matrix)
+        rows = matrix if isinstance(matrix, np.ndarray) else _on_host(matrix)
         if rows.ndim != 2 or rows.dtype != np.int64 or rows.shape[0] < 1 or rows.shape[1] < at.EXTRA:
             raise RankDisagreementError(
                 f"a matrix of {rows.dtype}{list(rows.shape)}: expected int64[ranks, {at.EXTRA} or more], one row of "
                 "RankFacts.encoded() for each rank"
             )
-        low, high = rows.min(0).tolist(), rows.max(0).tolist()
+        columns = np.ascontiguousarray(rows.T)
+        low, high = np.minimum.reduce(columns, 1).tolist(), np.maximum.reduce(columns, 1).tolist()
         if low[at.FORMAT] != at.STEP or high[at.FORMAT] != at.STEP:
             at.check_format(rows[:, at.FORMAT].tolist())
+        least = min(low[at.REQUESTS : at.PREFIX])
+        if least < 0 or high[at.MODE] >= len(at.MODES) or not high[at.REQUESTS] <= high[at.TOKENS] <= at.MAX_TOKENS:
+            _check_rows(rows)
         if low[at.DIGEST] != high[at.DIGEST]:
             check_digests(rows[:, at.DIGEST].tolist())
-        modes_and_widths = low[_STEERING], high[_STEERING]
+        steering = (low[at.MODE], high[at.MODE], low[at.ROW_TOKENS], high[at.ROW_TOKENS])
         if low[at.REQUESTS] == 0 < high[at.REQUESTS]:
-            busy = rows[rows[:, at.REQUESTS] > 0, _STEERING]
-            modes_and_widths = busy.min(0).tolist(), busy.max(0).tolist()
-        (low_mode, low_width), (high_mode, high_width) = modes_and_widths
-        return cls(rows, low, high, low_mode, high_mode, low_width, high_width)
+            steering = _of_busy(columns, *steering)
+        return cls(columns, low, high, *steering)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks there are."""
+        return self.columns.shape[1]
+
+
+def _of_busy(columns: np.ndarray, low_mode: int, high_mode: int, low_width: int, high_width: int) -> Any:
+    """Leave ranks without requests out of the extremes of modes and widths; they have any mode, and no width."""
+    requests, widths = columns[at.REQUESTS], columns[at.ROW_TOKENS]
+    if low_mode == high_mode and np.count_nonzero(widths == high_width) == np.count_nonzero(requests):
+        return low_mode, high_mode, high_width, high_width
+    busy = requests > 0
+    modes, widths = columns[at.MODE][busy].tolist(), widths[busy].tolist()
+    return min(modes), max(modes), min(widths), max(widths)
+
+
+def _on_host(matrix: Any) -> np.ndarray:
+    try:
+        return np.asarray(matrix)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RankDisagreementError(f"a plan of a {type(matrix).__name__}: {error}; gather rows to the host") from None
+
+
+def _check_rows(rows: np.ndarray) -> None:
+    """Check each rank's numbers as its own facts would.
+
+    Raises:
+        RankDisagreementError: names the rank whose row no facts have, and what is wrong.
+    """
+    for rank, row in enumerate(rows.tolist()):
+        try:
+            if not (0 <= row[at.MODE] < len(at.MODES) and min(row[at.REQUESTS : at.PREFIX]) >= 0):
+                raise BindError(f"columns {at.REQUESTS} to {at.PREFIX - 1} are {row[at.REQUESTS : at.PREFIX]}")
+            at.RankFacts.decoded(row)
+        except BindError as error:
+            raise RankDisagreementError(
+                f"rank {rank} gave a row that no facts have: {error}; hand in what RankFacts.encoded() makes"
+            ) from None
 
 
 def check_digests(digests: Sequence[int], what: str = "what they must have in common (ladder, contracts)") -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch.distributed as dist
 
+from graphglue.core.batch import Mode
 from graphglue.errors import BindError, ConfigError, GraphGlueError, RankDisagreementError
 from graphglue.ranks import facts as at
 from graphglue.ranks.facts import RankFacts
@@ -52,7 +55,7 @@ class RankGroup:
         for name, value, least in (("num_extra", num_extra, 0), ("check_every", check_every, 0)):
             if type(value) is not int or value < least:
                 raise ConfigError(f"{name}={value!r}: expected an integer of at least {least}")
-        if not timeout_s > 0:
+        if not (isinstance(timeout_s, (int, float)) and math.isfinite(timeout_s) and timeout_s > 0):
             raise ConfigError(f"timeout_s={timeout_s!r}: expected a positive number of seconds")
         self.planner, self.num_extra, self.timeout_s, self._check_every = planner, num_extra, timeout_s, check_every
         if process_group is None or isinstance(process_group, dist.ProcessGroup):
@@ -74,7 +77,10 @@ class RankGroup:
         self._started: RankFacts | None = None
         self._fault: BindError | None = None
         self.plan: RankPlan | None = None
-        self.compare({**planner.declaration(), "num_extra": str(num_extra), "check_every": str(check_every)})
+        self._compare_layouts()
+        declaration = {**planner.declaration(), "check_every": str(check_every)}
+        self._identity = _identity_of(declaration)
+        self.compare(declaration)
 
     @property
     def matrix(self) -> np.ndarray:
@@ -104,15 +110,19 @@ class RankGroup:
         if self._started is not None:
             raise GraphGlueError("begin() twice: call finish() first, one exchange is under way at a time")
         try:
+            if not isinstance(facts, RankFacts):
+                raise BindError(f"facts are a {type(facts).__name__}; expected graphglue.ranks.RankFacts")
             row = facts.encoded(self.num_extra)
         except BindError as error:  # the others must not wait for a rank that can not speak
-            facts, self._fault = RankFacts.refusal(facts.mode, (0,) * self.num_extra), error
+            self._fault = error
+            facts = RankFacts.refusal(getattr(facts, "mode", Mode.DECODE), (0,) * self.num_extra)
             row = facts.encoded(self.num_extra)
         self._row[:] = row
         self._steps += 1
         checks = self._check_every and self.plan is not None and self._steps % self._check_every == 0
-        if checks and self.plan is not None:
-            self._row[at.CHECK] = self.plan.digest
+        self._row[at.CHECK] = (
+            (self.plan.digest << 1) & (2**63 - 1) if checks and self.plan is not None else self._identity
+        )
         self._started = facts
         self._send(f"step {self._steps} with {facts.requests} requests of {facts.tokens} tokens")
 
@@ -127,10 +137,10 @@ class RankGroup:
             raise GraphGlueError("finish() without begin(): no exchange is under way")
         self._started, fault, self._fault = None, self._fault, None
         rows = self._receive()
-        self._matrix = rows
+        np.copyto(self._matrix, rows)
         plan = self.planner.plan_encoded(rows)
-        if self._row[at.CHECK]:
-            self._check_last_plan(rows)
+        if (rows[:, at.CHECK] != self._row[at.CHECK]).any():
+            self._explain_check(rows[:, at.CHECK].tolist())
         self.plan = plan
         if fault is not None:
             raise fault
@@ -150,7 +160,7 @@ class RankGroup:
         Raises:
             RankDisagreementError: as ``every``.
         """
-        return at.missing_bits(self._gather(at.CAPTURE, 1, "a vote of sizes to capture", bits), at.MISSING)
+        return at.missing_bits(self._gather(at.CAPTURE, 1, "a vote of sizes to capture", bits)[:, at.MISSING])
 
     def compare(self, declaration: Mapping[str, str]) -> None:
         """Compare what must be equal on all ranks, name by name. Sync: the host waits. For start-up.
@@ -177,13 +187,29 @@ class RankGroup:
         self._row[at.MISSING] = at.word_of(bits)
         self._send(what)
         rows = self._receive()
-        for rank, seen in enumerate(rows[:, at.FORMAT].tolist()):
-            if seen != kind:
+        self._check_kind(kind, rows[:, at.FORMAT].tolist())
+        return rows
+
+    def _check_kind(self, kind: int, seen: Sequence[int]) -> None:
+        for rank, other in enumerate(seen):
+            if other != kind:
                 raise RankDisagreementError(
-                    f"rank {rank} is in {at.name_of(seen)}, rank {self.rank} in {at.name_of(kind)}; ranks make the "
+                    f"rank {rank} is in {at.name_of(other)}, rank {self.rank} in {at.name_of(kind)}; ranks make the "
                     "same calls in the same order: capture, maintain and replay on all of them"
                 )
-        return rows
+
+    def _compare_layouts(self) -> None:
+        """Compare how long a row is before the first one is gathered: a backend may abort on rows of two lengths."""
+        row = np.zeros(at.EXTRA, dtype=np.int64)
+        row[at.FORMAT], row[at.VOTE], what = at.COMPARE, self.num_extra, "a comparison of num_extra"
+        self._calls += 1
+        try:
+            texts = self._transport.exchange(row.tobytes(), row.nbytes, self.timeout_s)
+        except Exception as error:
+            raise self._left_behind(what, error) from error
+        rows = [np.frombuffer(text.ljust(row.nbytes, b"\0"), dtype=np.int64) for text in texts]
+        self._check_kind(at.COMPARE, [int(one[at.FORMAT]) for one in rows])
+        _check_equal("num_extra", [str(one[at.VOTE]) for one in rows])
 
     def _send(self, what: str) -> None:
         if self._failed is not None:
@@ -220,15 +246,29 @@ class RankGroup:
         )
         return RankDisagreementError(self._failed)
 
-    def _check_last_plan(self, rows: np.ndarray) -> None:
-        digests = rows[:, at.CHECK].tolist()
+    def _explain_check(self, checks: Sequence[int]) -> None:
+        """Say why what the ranks hold against each other differs: their groups (odd), or their last plans (even)."""
+        others = [rank for rank, seen in enumerate(checks) if seen & 1 and seen != self._identity]
+        if self._row[at.CHECK] == self._identity:
+            others = [rank for rank, seen in enumerate(checks) if seen != self._identity]
+        if others:
+            raise RankDisagreementError(
+                f"rank {others[0]} agreed in another RankGroup than rank {self.rank}, with another planner, over the "
+                "same process group; give each its own (new_group), or share one RankGroup with an extend_ladder"
+            )
         try:
-            check_digests(digests, "the plan of the last step")
+            check_digests(checks, "the plan of the last step")
         except RankDisagreementError:
             assert self.plan is not None
             plan = {name: str(value) for name, value in self.plan._asdict().items() if name != "digest"}
             self.compare(plan)  # all ranks see the difference, so all of them are here; it says which field
             raise
+
+
+def _identity_of(declaration: Mapping[str, str]) -> int:
+    """Hash what a group was built with: an odd number, the same in every process."""
+    text = json.dumps(dict(declaration)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little") | 1
 
 
 def _check_equal(name: str, values: list[str]) -> None:

@@ -7,6 +7,8 @@ sum of the rows. Examples for four ranks: [8, 7, 6, 0] is MAX_LEN (32 against 42
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,6 +58,15 @@ class CostRule:
         if least > 0 and fits and not self.all_to_all and not self.speculative:
             return Padding.SUM_LEN
         return Padding.MAX_LEN if 2 * total >= most * num_ranks else Padding.SUM_LEN
+
+
+def name_of(rule: Any) -> str:
+    """Name a rule as precisely as all ranks can: its numbers where it has any, never an address."""
+    if isinstance(rule, functools.partial):
+        return f"{name_of(rule.func)} with {rule.args} {rule.keywords}"
+    if dataclasses.is_dataclass(rule):
+        return repr(rule)
+    return f"{getattr(rule, '__module__', '')}.{getattr(rule, '__qualname__', type(rule).__qualname__)}"
 
 
 def checked_rule(rule: Any) -> Rule:

@@ -23,14 +23,14 @@ class Padding(str, enum.Enum):
     __hash__ = str.__hash__  # part of a key, which is looked up at every step
 
 
-class Role(enum.IntEnum):
+class Role(str, enum.Enum):
     """What one rank does in a step."""
 
-    REAL = 0
-    IDLE = 1
-    CONVERTED = 2  # a decode rank that runs as a one-token extend beside a prefilling peer
+    REAL = "real"
+    IDLE = "idle"
+    CONVERTED = "converted"  # a decode rank that runs as a one-token extend beside a prefilling peer
 
-    __hash__ = int.__hash__  # Enum's own is that of the name, which differs between processes
+    __hash__ = str.__hash__
 
 
 class Meeting(NamedTuple):

@@ -15,7 +15,7 @@ from graphglue.errors import ConfigError, RankDisagreementError
 from graphglue.ranks import facts as at
 from graphglue.ranks.facts import CODES, FIRST_EXTEND, MODES, RankFacts, missing_bit, missing_bits, stacked
 from graphglue.ranks.gathered import Gathered
-from graphglue.ranks.padding import CostRule, checked_rule
+from graphglue.ranks.padding import CostRule, checked_rule, name_of
 from graphglue.ranks.plan import Meeting, Padding, RankPlan, Role
 
 _REASONS = {reason: code for code, reason in enumerate(Reason)}
@@ -79,6 +79,7 @@ class Planner:
             row_bytes, all_reduce_limit_bytes, all_to_all, speculative, max_len_only, hybrid_state
         )  # fmt: skip
         self.rule = self._cost if rule is None else checked_rule(rule)
+        self._rule_name = name_of(self._cost if rule is None else rule)
         self._kept: dict[Any, tuple[Any, ...]] = {}  # tuples of equal counts and of roles, to make each once
 
     def rounded(self, ladder: Ladder, tokens: bool = False) -> Ladder:
@@ -107,21 +108,20 @@ class Planner:
         gathered = Gathered.of(matrix)
         shape = self._shape(gathered)
         reason, vetoes = self._refusal(gathered, shape)
-        num_ranks = len(gathered.rows)
-        roles = self._roles(gathered, bool(vetoes))
+        num_ranks = gathered.num_ranks
+        roles, cast = self._roles(gathered, bool(vetoes))
         if reason is None and shape.bucket is not None:
             forward, bucket, reason = Route.GRAPH, shape.bucket, _why_graph(gathered, shape)
             if self.sum_len_tolerated and gathered.extends:
-                counts, padding = self._live_counts(gathered, shape)
+                padding, counts, rows = self._live_meeting(gathered, shape)
             else:
-                padding, counts, _ = self.captured_meeting(bucket, shape.mode, num_ranks)
+                padding, counts, rows = self.captured_meeting(bucket, shape.mode, num_ranks)
         else:
             assert reason is not None
             forward = Route.EAGER
-            counts, padding = self._live_counts(gathered, shape)
-            bucket = self._live_bucket(gathered, shape, max(counts))
-        rows = sum(counts) if padding is Padding.SUM_LEN else num_ranks * max(counts)
-        digest = _digest(bucket, shape.mode, forward, padding, counts, rows, roles, reason, vetoes)
+            padding, counts, rows = self._live_meeting(gathered, shape)
+            bucket = self._live_bucket(gathered, shape, self._aligned(gathered.high[at.TOKENS], shape))
+        digest = _digest(bucket, shape.mode, forward, padding, counts, rows, cast, reason, vetoes)
         return RankPlan(
             bucket, shape.mode, forward, padding, counts, rows, roles, reason, digest, vetoes, gathered.high[at.PREFIX]
         )  # fmt: skip
@@ -144,8 +144,6 @@ class Planner:
 
     def declaration(self) -> dict[str, str]:
         """Say what must be equal on all ranks, for the comparison at start-up."""
-        own = self.rule is self._cost
-        name = f"{getattr(self.rule, '__module__', '')}.{getattr(self.rule, '__qualname__', type(self.rule).__name__)}"
         return {
             "layout of the facts": str(at.VERSION),
             "ladder": str(list(self.ladder)),
@@ -154,7 +152,7 @@ class Planner:
             "width": str(self.width),
             "max_requests": str(self.max_requests),
             "sum_len_tolerated": str(self.sum_len_tolerated),
-            "rule": repr(self._cost) if own else name,
+            "rule": self._rule_name,
         }
 
     # What the rows ask for.
@@ -197,42 +195,53 @@ class Planner:
 
     def _refusal(self, gathered: Gathered, shape: _Shape) -> tuple[Reason | None, tuple[int, ...]]:
         """Say why the forward can not be a graph, and which ranks can not; None and nobody if it can."""
-        vote = at.PREFILL_VOTE if gathered.extends else at.VOTE
+        prefill = gathered.extends or (gathered.idle and shape.mode.counts_tokens)
+        vote = at.PREFILL_VOTE if prefill else at.VOTE
         if gathered.high[at.REFUSED] or not gathered.low[vote]:
-            rows = gathered.rows
-            vetoes = tuple(np.flatnonzero((rows[:, vote] == 0) | (rows[:, at.REFUSED] != 0)).tolist())
+            columns = gathered.columns
+            vetoes = tuple(np.flatnonzero((columns[vote] == 0) | (columns[at.REFUSED] != 0)).tolist())
             return Reason.RANK_VETO, vetoes
         if shape.refusal is not None:
             return shape.refusal, ()
         column = at.MISSING_EXTEND if shape.mode.counts_tokens else at.MISSING
-        if gathered.high[column] and missing_bits(gathered.rows, column) & missing_bit(shape.position):
+        if gathered.high[column] and missing_bits(gathered.columns[column]) & missing_bit(shape.position):
             return Reason.NOT_CAPTURED, ()
         return None, ()
 
-    def _roles(self, gathered: Gathered, vetoed: bool) -> tuple[Role, ...]:
+    def _roles(self, gathered: Gathered, vetoed: bool) -> tuple[tuple[Role, ...], int]:
+        """Give the role of each rank, and a number that tells this cast from others in every process."""
         decodes = gathered.low_mode < FIRST_EXTEND
         converts = gathered.extends and decodes and not gathered.some_idle and not vetoed
         if not gathered.some_idle and not converts:
-            num_ranks = len(gathered.rows)
-            return self._once((num_ranks, "real"), lambda: (Role.REAL,) * num_ranks)
-        odd = gathered.rows[:, at.MODE] < FIRST_EXTEND if converts else gathered.rows[:, at.REQUESTS] == 0
-        role = Role.CONVERTED if converts else Role.IDLE
-        return self._once((odd.tobytes(), role), lambda: tuple(role if one else Role.REAL for one in odd.tolist()))
+            num_ranks = gathered.num_ranks
+            return self._once((num_ranks, "real"), lambda: (Role.REAL,) * num_ranks), 0
+        odd = gathered.columns[at.MODE] < FIRST_EXTEND if converts else gathered.columns[at.REQUESTS] == 0
+        mask, choice = odd.tobytes(), (Role.REAL, Role.CONVERTED if converts else Role.IDLE)
+        roles = self._once((mask, converts), lambda: tuple(map(choice.__getitem__, odd.tolist())))
+        return roles, 2 * int.from_bytes(mask, "little") + converts
 
     # Counts of an eager step, which are not rounded to the ladder.
 
-    def _live_counts(self, gathered: Gathered, shape: _Shape) -> tuple[tuple[int, ...], Padding]:
+    def _live_meeting(self, gathered: Gathered, shape: _Shape) -> Meeting:
+        num_ranks = gathered.num_ranks
         if gathered.idle and shape.bucket is not None:  # nobody has rows: all keep the smallest bucket
-            counts = self._equal(len(gathered.rows), shape.bucket.tokens)
-            return counts, self.rule(counts, shape.mode)
-        step = self._step(shape)
-        aligned = gathered.rows[:, at.TOKENS]
-        aligned = aligned if step == 1 else -(-aligned // step) * step
-        counts = tuple(aligned.tolist())
-        padding = self.rule(counts, shape.mode)
-        return (counts if padding is Padding.SUM_LEN else self._equal(len(counts), max(counts))), padding
+            counts = self._equal(num_ranks, shape.bucket.tokens)
+            return Meeting(self.rule(counts, shape.mode), counts, num_ranks * shape.bucket.tokens)
+        step, tokens = self._step(shape), gathered.columns[at.TOKENS]
+        counts = tuple((tokens if step == 1 else (tokens + (step - 1)) // step * step).tolist())
+        most, total = self._aligned(gathered.high[at.TOKENS], shape), sum(counts)
+        if self.rule is self._cost:
+            least = self._aligned(gathered.low[at.TOKENS], shape)
+            padding = self._cost.of_sums(num_ranks, least, most, total, shape.mode.counts_tokens)
+        else:
+            padding = self.rule(counts, shape.mode)
+        if padding is Padding.SUM_LEN:
+            return Meeting(padding, counts, total)
+        return Meeting(padding, self._equal(num_ranks, most), num_ranks * most)
 
     def _live_bucket(self, gathered: Gathered, shape: _Shape, tokens: int) -> Bucket:
+        if gathered.idle and shape.bucket is not None:
+            tokens = shape.bucket.tokens
         if shape.width:
             return Bucket(tokens // shape.width, tokens, shape.width)
         return Bucket(max(gathered.high[at.REQUESTS], min(tokens, 1)), tokens, 0)
@@ -240,6 +249,9 @@ class Planner:
     def _step(self, shape: _Shape) -> int:
         """Give what counts are a multiple of: whole requests, where all have the same width."""
         return math.lcm(self.alignment, shape.width) if shape.width else self.alignment
+
+    def _aligned(self, tokens: int, shape: _Shape) -> int:
+        return -(-tokens // self._step(shape)) * self._step(shape)
 
     def _equal(self, num_ranks: int, tokens: int) -> tuple[int, ...]:
         return self._once((num_ranks, tokens), lambda: (tokens,) * num_ranks)
@@ -264,11 +276,11 @@ def _why_graph(gathered: Gathered, shape: _Shape) -> Reason:
 
 def _digest(
     bucket: Bucket, mode: Mode, forward: Route, padding: Padding, counts: tuple[int, ...], rows: int,
-    roles: tuple[Role, ...], reason: Reason, vetoes: tuple[int, ...],
+    cast: int, reason: Reason, vetoes: tuple[int, ...],
 ) -> int:  # fmt: skip
     """Hash a plan. Integers only: their hash is the same in every process, that of a string is not."""
     codes = (CODES[mode], forward is Route.GRAPH, padding is Padding.SUM_LEN, rows, _REASONS[reason])
-    return hash((bucket, codes, counts, roles, vetoes)) & (2**63 - 1)
+    return hash((bucket, codes, counts, cast, vetoes)) & (2**63 - 1)
 
 
 def _check_positive(**values: Any) -> None:

@@ -84,7 +84,7 @@ class TorchTransport:
         """Send this rank's row. Sync: none."""
         self._row[:] = row
         if timeout_s != self._timeout_s:
-            self._options.timeout, self._timeout_s = timedelta(seconds=timeout_s), timeout_s
+            self._wait_at_most(timeout_s)
         if self._on_host:
             self._work = self._group._allgather_base(self._flat, self._send, self._options)
             return
@@ -103,6 +103,7 @@ class TorchTransport:
 
     def exchange(self, text: bytes, size: int, timeout_s: float) -> list[bytes]:
         """Gather one text from every rank."""
+        self._wait_at_most(timeout_s)
         device = self._send.device if self._on_host else self._device_send.device
         send = torch.zeros(size, dtype=torch.uint8)
         send[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else 0
@@ -125,6 +126,9 @@ class TorchTransport:
                 time.sleep(0.02)
         except (RuntimeError, KeyError, ValueError, AttributeError):  # the store went with the rank that held it
             return None
+
+    def _wait_at_most(self, timeout_s: float) -> None:
+        self._options.timeout, self._timeout_s = timedelta(seconds=timeout_s), timeout_s
 
     def _lend_device_memory(self) -> None:
         """Give a group without a host backend (NCCL) its device twins of the two tensors, and a stream."""

@@ -36,6 +36,8 @@ def step(raw: Bucket = THREE, bucket: Bucket | None = FOUR, mode: gg.Mode = DECO
 def test_rows_1_to_4_are_the_vote(facts: StepFacts, vote: bool) -> None:
     assert admits(facts) is vote
     assert stated(facts, True, 0).vote is vote
+    if facts.idle:
+        assert stated(facts, True, 0, extends=True).prefill_vote is vote
 
 
 def test_what_a_rank_has_not_captured_is_a_vote_too() -> None:
@@ -51,6 +53,14 @@ def test_a_decode_step_of_a_prefill_runner_votes_on_prefill() -> None:
     assert (facts.vote, facts.prefill_vote, facts.convertible) == (False, True, True)
     assert (facts.missing, facts.missing_extend) == (0, 1)
     assert not stated(step(), False, 0, extends=True, joining=False).prefill_vote
+
+
+def test_an_idle_rank_votes_for_what_its_own_runner_replays() -> None:
+    decode, prefill = stated(step(IDLE), True, 0), stated(step(IDLE), True, 0, extends=True, mode=EXTEND)
+    assert (decode.vote, decode.prefill_vote) == (True, False)
+    assert (prefill.vote, prefill.prefill_vote, prefill.mode) == (False, True, EXTEND)
+    one = decode.beside(prefill)  # both runners of an engine: whatever the peers do
+    assert (one.vote, one.prefill_vote) == (True, True)
 
 
 def test_a_prompt_has_no_shared_width() -> None:

@@ -92,6 +92,7 @@ def test_a_refusal_votes_against_everything() -> None:
         (lambda: RankFacts(2, 6, DECODE, row_tokens=2), "row_tokens=2"),
         (lambda: RankFacts(2, 6, DECODE, row_tokens=[3, 4]), "one positive count for each"),
         (lambda: RankFacts(2, 6, DECODE, row_tokens=[6, 0]), "one positive count for each"),
+        (lambda: RankFacts(2, 6, DECODE, row_tokens="33"), "expected a number, or one for each"),  # type: ignore[arg-type]
         (lambda: RankFacts(1, 1, DECODE, extra=(1,)).encoded(), "1 extra fields"),
     ],
 )
@@ -110,7 +111,7 @@ def test_numpy_integers_are_integers() -> None:
 def test_missing_sizes_survive_the_wire(position: int, name: str, column: int) -> None:
     """Beyond the row's room the last bit stands for all: more is taken for missing, and never less."""
     facts = RankFacts(1, 1, DECODE, **{name: 1 << position})  # type: ignore[arg-type]
-    seen = missing_bits(stacked([RankFacts(0, 0, DECODE), facts]), column)
+    seen = missing_bits(stacked([RankFacts(0, 0, DECODE), facts])[:, column])
     assert seen & missing_bit(position)
     if position < 63:
         assert seen == 1 << position

@@ -192,6 +192,8 @@ def test_a_failed_exchange_is_a_disagreement_and_ends_the_group(away: Any, text:
     [
         (lambda: RankGroup(ThreadTransport(Exchange(1), 0), [1, 2]), "expected a graphglue.ranks.Planner"),  # type: ignore[arg-type]
         (lambda: group_of(Exchange(1), 0, Planner([1]), timeout_s=0), "timeout_s=0"),
+        (lambda: group_of(Exchange(1), 0, Planner([1]), timeout_s=float("inf")), "timeout_s=inf"),
+        (lambda: group_of(Exchange(1), 0, Planner([1]), timeout_s="5"), "timeout_s='5'"),
         (lambda: group_of(Exchange(1), 0, Planner([1]), check_every=-1), "check_every=-1"),
         (lambda: group_of(Exchange(1), 0, Planner([1]), num_extra=1.5), r"num_extra=1\.5"),
         (lambda: RankGroup(None, Planner([1])), "not initialised"),
@@ -201,3 +203,20 @@ def test_a_failed_exchange_is_a_disagreement_and_ends_the_group(away: Any, text:
 def test_a_group_refuses(make: Any, text: str) -> None:
     with pytest.raises(gg.ConfigError, match=text):
         make()
+
+
+class OneBuffer(ThreadTransport):
+    """It gathers into the same memory every time, as collectives do."""
+
+    def finish(self, timeout_s: float) -> np.ndarray:
+        rows = super().finish(timeout_s)
+        self._rows = getattr(self, "_rows", np.zeros_like(rows))
+        self._rows[:] = rows
+        return self._rows
+
+
+def test_the_rows_of_a_step_outlive_other_exchanges() -> None:
+    group = RankGroup(OneBuffer(Exchange(1), 0), Planner([1, 2]))
+    group.agree(facts(2))
+    group.union(5)
+    assert [one.requests for one in group.facts()] == [2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -290,3 +291,48 @@ def test_the_longest_prefix_of_any_rank() -> None:
 def test_a_planner_refuses(options: dict[str, Any], text: str) -> None:
     with pytest.raises(gg.ConfigError, match=text):
         Planner([4], **options)
+
+
+@pytest.mark.parametrize(
+    ("column", "number"),
+    [(at.REQUESTS, -3), (at.REQUESTS, 2**40), (at.TOKENS, -1), (at.TOKENS, 2**62), (at.MODE, 7), (at.MODE, -1)],
+)
+def test_a_row_that_no_facts_have_is_refused(column: int, number: int) -> None:
+    matrix = stacked([RankFacts(3, 3, DECODE), RankFacts(1, 1, DECODE)])
+    matrix[1, column] = number
+    with pytest.raises(gg.RankDisagreementError, match="rank 1 gave a row that no facts have"):
+        Planner([1, 2, 4]).plan_encoded(matrix)
+
+
+def test_a_matrix_that_is_not_on_the_host_is_refused() -> None:
+    with pytest.raises(gg.RankDisagreementError, match="gather rows to the host"):
+        Planner([1]).plan_encoded(torch.zeros(2, 14, dtype=torch.int64, device="meta"))
+
+
+def one_way(counts: tuple[int, ...]) -> Padding:
+    return Padding.MAX_LEN
+
+
+def other_way(counts: tuple[int, ...]) -> Padding:
+    return Padding.SUM_LEN
+
+
+@pytest.mark.parametrize(
+    ("rule", "other"),
+    [(one_way, other_way), (CostRule(row_bytes=1), CostRule(row_bytes=2)), (partial(one_way), partial(other_way))],
+)
+def test_rules_of_an_engine_s_own_are_told_apart_at_start_up(rule: Any, other: Any) -> None:
+    names = [Planner([1], rule=one).declaration()["rule"] for one in (rule, rule, other)]
+    assert names[0] == names[1] != names[2]
+    assert " at 0x" not in names[0]
+
+
+def test_roles_are_words() -> None:
+    plan = Planner([1, 2]).plan([RankFacts(1, 1, DECODE), RankFacts(0, 0, DECODE)])
+    assert list(plan.roles) == ["real", "idle"]
+
+
+@pytest.mark.parametrize("prefill", [False, True])
+def test_ranks_that_all_idle_in_extend_are_asked_for_their_prefill_vote(prefill: bool) -> None:
+    facts = [RankFacts(0, 0, EXTEND, vote=not prefill, prefill_vote=prefill)] * 2
+    assert (Planner([4]).plan(facts).forward is GRAPH) is prefill
