@@ -11,7 +11,7 @@ import torch
 
 from graphglue.audit.certificate import Audited, why_uncertified
 from graphglue.cache import GlueGraphCache
-from graphglue.capture import Unit
+from graphglue.capture import CaptureHooks, Unit
 from graphglue.compiling import compiled
 from graphglue.config import RunnerConfig
 from graphglue.core.buckets import Ladder
@@ -29,6 +29,22 @@ from graphglue.registry import Registration, Registry
 logger = logging.getLogger("graphglue")
 
 _ADVICE = "To certify it, run graphglue audit MODULE:FACTORY --json FILE, and name the file as certificate_path"
+
+
+def check_kinds(slots: Any, tables: Any, forward: Any, registry: Any, hooks: Any, config: Any) -> None:
+    """Check what kind of thing each argument of a runner is.
+
+    Raises:
+        ConfigError: something else than is expected there.
+    """
+    kinds = (("config", config, RunnerConfig), ("hooks", hooks, CaptureHooks), ("registry", registry, Registry))
+    for what, given, kind in kinds:
+        if given is not None and not isinstance(given, kind):
+            raise ConfigError(f"{what} is a {type(given).__name__}; expected a {kind.__name__}")
+    if not isinstance(slots, Iterable) or not isinstance(tables or {}, Mapping):
+        raise ConfigError("slots are an iterable of Slot, and tables a mapping of names to tensors")
+    if forward is not None and not callable(forward):
+        raise ConfigError(f"forward is a {type(forward).__name__}; expected a callable of (view, metadata)")
 
 
 def resolve_preps(given: Any, registry: Registry | None) -> list[Registration]:
@@ -102,6 +118,22 @@ def check_declarations(
                 f"prep {name!r} declares idle='skip', but the forward is one full graph, which would read the "
                 "last step's metadata; use idle='eager' or 'glue'"
             )
+
+
+def check_adoption(units: Iterable[Unit], has_forward: bool) -> None:
+    """Check that a runner can take in a forward that the engine captured.
+
+    Raises:
+        ContractError: a prep is skipped in IDLE steps.
+        ConfigError: the runner has a forward of its own.
+    """
+    if skipping := [unit.name for unit in units if unit.declared.idle == "skip"]:
+        raise ContractError(
+            f"adopt_forward: preps {skipping} declare idle='skip', but a full graph would read the last step's "
+            "metadata; use idle='eager' or 'glue'"
+        )
+    if has_forward:
+        raise ConfigError("adopt_forward: this runner captures its own forward; build it with forward=None")
 
 
 def build_unit(

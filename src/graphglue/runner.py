@@ -8,8 +8,16 @@ from typing import Any
 
 import torch
 
-from graphglue.agreeing import Agreement, agreed_space, checked_ranks
-from graphglue.assembly import build_unit, check_declarations, key_space, read_events, resolve_preps
+from graphglue.agreeing import Agreement
+from graphglue.assembly import (
+    build_unit,
+    check_adoption,
+    check_declarations,
+    check_kinds,
+    key_space,
+    read_events,
+    resolve_preps,
+)
 from graphglue.cache import GlueGraphCache
 from graphglue.capture import Capture, CaptureHooks, Views, key_stats
 from graphglue.config import RunnerConfig
@@ -21,8 +29,9 @@ from graphglue.core.slots import Slot
 from graphglue.core.tables import Tables, TableSource, check_indices
 from graphglue.core.view import View
 from graphglue.device.arena import Arena
-from graphglue.errors import CaptureError, ClosedError, ConfigError, ContractError
+from graphglue.errors import CaptureError, ClosedError, ConfigError
 from graphglue.graphs.base import Recorder
+from graphglue.rank_space import agreed_space, checked_ranks
 from graphglue.ranks.facts import RankFacts
 from graphglue.ranks.plan import RankPlan
 from graphglue.registry import Prep, Registration, Registry
@@ -76,15 +85,7 @@ class Runner:
         recorder: Recorder | None = None,
         config: RunnerConfig | None = None,
     ) -> None:
-        if config is not None and not isinstance(config, RunnerConfig):
-            raise ConfigError(f"config is a {type(config).__name__}; expected a RunnerConfig")
-        for what, given, kind in (("hooks", hooks, CaptureHooks), ("registry", registry, Registry)):
-            if given is not None and not isinstance(given, kind):
-                raise ConfigError(f"{what} is a {type(given).__name__}; expected a {kind.__name__}")
-        if not isinstance(slots, Iterable) or not isinstance(tables or {}, Mapping):
-            raise ConfigError("slots are an iterable of Slot, and tables a mapping of names to tensors")
-        if forward is not None and not callable(forward):
-            raise ConfigError(f"forward is a {type(forward).__name__}; expected a callable of (view, metadata)")
+        check_kinds(slots, tables, forward, registry, hooks, config)
         self.config = config or RunnerConfig()
         self._output_axes = checked_axes(output_axes)
         self._several = isinstance(prep, (list, tuple))
@@ -246,14 +247,7 @@ class Runner:
         """
         with self._turn:
             self._check_open()
-            skipping = [unit.name for unit in self._units if unit.declared.idle == "skip"]
-            if skipping:
-                raise ContractError(
-                    f"adopt_forward: preps {skipping} declare idle='skip', but a full graph would read the last step's "
-                    "metadata; use idle='eager' or 'glue'"
-                )
-            if self._forward is not None:
-                raise ConfigError("adopt_forward: this runner captures its own forward; build it with forward=None")
+            check_adoption(self._units, self._forward is not None)
             bucket = self.space.bucket(self.space.sizes_of([bucket])[0])
             recording = self.arena.device.adopt(graph, outputs)
             Outputs(outputs, self._output_axes, bucket)  # checks the declared axes
