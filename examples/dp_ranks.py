@@ -257,6 +257,7 @@ def main() -> None:
             f"{size} ranks agreed in {len(STORY)} steps; {total.item()} outputs equal the single process, bit for bit"
         )
     engine.close()
+    dist.barrier()  # no rank tears the group down while another is still in it
     dist.destroy_process_group()
 
 

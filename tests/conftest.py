@@ -21,7 +21,7 @@ COMMON = {
 }
 
 settings.register_profile("dev", max_examples=50, stateful_step_count=10, **COMMON)
-settings.register_profile("ci", max_examples=200, stateful_step_count=10, **COMMON)
+settings.register_profile("ci", max_examples=100, stateful_step_count=10, **COMMON)
 settings.register_profile("deep", max_examples=5000, stateful_step_count=50, **COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 

@@ -333,9 +333,10 @@ class Runner:
         return {unit.name: result for unit, result in zip(self._units, results)} if self._several else results[0]
 
     def _sizes_to_capture(self, buckets: Iterable[int | Bucket] | None) -> list[int]:
-        self._check_open(and_tables=True)
+        self._check_open()
         if any(self._capture.captured(key) for key in self._wanted):
             raise CaptureError("keys are captured already; call reset() first, or maintain() to retry single ones")
+        self._tables.check()
         return self.space.sizes_of(self.space.ladder if buckets is None else buckets)
 
     def _capture_keys(self, keys: Iterable[Key], progress: bool | None, repair: bool = False) -> list[Key]:

@@ -16,7 +16,7 @@ from ..gallery.rounds import check_of, failures
 
 pytestmark = pytest.mark.usefixtures("frozen_imports")
 
-COUNTS = {"dev": 25, "ci": 100, "deep": 1000}
+COUNTS = {"dev": 25, "ci": 50, "deep": 1000}
 NUM_PARTS = 5  # so that workers share them
 
 
