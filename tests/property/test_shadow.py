@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, event, given
+from hypothesis import assume, event, given, reject
 from hypothesis import strategies as st
 
 import graphglue as gg
@@ -144,7 +144,11 @@ def test_a_single_changed_byte_of_slots_or_metadata_is_found(data: st.DataObject
             tensor[index] = element[0]
 
     with behind(TorchFill if what == "slot" else Unit, "run", flip):
-        runner.replay(batch)
+        try:
+            runner.replay(batch)
+        except IndexError:  # the byte made an index that no table has, so the prep itself raised
+            assert what == "slot"
+            reject()
     stats = runner.stats()["shadow"]
     event(f"a byte of a {what} in {tensor.dtype}")
     runner.close()
