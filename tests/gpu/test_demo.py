@@ -63,8 +63,8 @@ def test_a_trace_serves_without_a_difference(tmp_path: Path) -> None:
 
 
 def test_the_command_line(tmp_path: Path) -> None:
-    pytest.importorskip("typer")
-    pytest.importorskip("rich")
+    pytest.importorskip("typer", reason="needs the extra cli")
+    pytest.importorskip("rich", reason="needs the extra cli")
     path = tmp_path / "demo.json"
     done = subprocess.run(
         [sys.executable, "-m", "graphglue", "demo", "--device", "cuda", "--requests", "16", "--json", str(path)],

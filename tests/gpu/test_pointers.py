@@ -27,8 +27,8 @@ from graphglue.device.nodes import nodes_of, read_graph
 from graphglue.graphs.cuda import CudaRecorder
 from graphglue.preps import paged_decode
 
-triton = pytest.importorskip("triton")
-tl = pytest.importorskip("triton.language")
+triton = pytest.importorskip("triton", reason="needs Triton, whose kernels torch's dispatcher does not see")
+tl = pytest.importorskip("triton.language", reason="needs Triton")
 
 DEVICE = "cuda"
 ROWS, WIDTH = 8, 64

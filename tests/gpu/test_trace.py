@@ -13,39 +13,17 @@ import torch
 import graphglue as gg
 from graphglue.audit import Certificate, Check, Finding, Verdict, audit, same_ops, trace
 from graphglue.audit.subject import Subject
+from tests.unit.audit import subjects
+from tests.unit.audit.subjects import good
 
 Prep = Callable[[Any], Any]
-TABLE_ROWS, CONTEXT = 32, 64
-
-
-def good(view: Any) -> dict[str, torch.Tensor]:
-    return {"pages": view.tables.table[view.rows, ::16] // 16, "positions": view.seq_lens - 1}
 
 
 def make_runner(prep: Prep = good, config: gg.RunnerConfig | None = None, **changes: Any) -> gg.Runner:
-    slots = [
-        gg.Slot("seq_lens", axis="request", dtype=torch.int64, pad=1, valid=(1, CONTEXT - 1)),
-        gg.Slot("rows", axis="request", dtype=torch.int64, pad=0, index_of="table"),
-    ]
-    declared: dict[str, Any] = {
-        "name": "prep",
-        "reads": {"seq_lens": 1, "rows": 0},
-        "tables": ("table",),
-        "outputs": {"pages": "request", "positions": "request"},
-        "modes": {gg.Mode.DECODE},
-    }
-    registry = gg.Registry()
-    registry.register(gg.PrepContract(**{**declared, **changes}))(prep)
-    table = torch.arange(TABLE_ROWS * CONTEXT, device="cuda").view(TABLE_ROWS, CONTEXT)
-    return gg.Runner(
-        slots=slots,
-        ladder=[1, 4],
-        registry=registry,
-        prep="prep",
-        tables={"table": table},
-        device="cuda",
-        config=config,
-    )
+    return subjects.make_runner(
+        prep, (1, 4), subjects.contract(**changes), tables={"table": subjects.table().cuda()},
+        with_slots=subjects.slots()[:2], device="cuda", config=config,
+    )  # fmt: skip
 
 
 def run_check(check: Any, prep: Prep, **changes: Any) -> tuple[Verdict, list[Finding]]:

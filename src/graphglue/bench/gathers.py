@@ -40,29 +40,15 @@ def measure(size: int, rounds: int) -> dict[str, float]:
 
 
 def main(size: int, rounds: int, folder: Path) -> None:
-    """Fork the ranks and wait for them; what does not end in time is killed."""
-    import torch
+    """Fork the ranks and wait for them; what does not end in time ends with this process."""
+    from torch import multiprocessing
 
-    torch.set_num_threads(1)
-    children = []
-    for rank in range(size):
-        child = os.fork()
-        if child == 0:
-            try:
-                _run(rank, size, rounds, folder)
-            finally:
-                sys.stderr.flush()
-                os._exit(0)
-        children.append(child)
+    ranks = multiprocessing.start_processes(
+        _run, (size, rounds, folder), size, join=False, daemon=True, start_method="fork"
+    )
     deadline = time.monotonic() + _SECONDS
-    while children and time.monotonic() < deadline:
-        done, _ = os.waitpid(-1, os.WNOHANG)
-        if done:
-            children.remove(done)
-        else:
-            time.sleep(0.05)
-    for child in children:
-        os.kill(child, 9)
+    while time.monotonic() < deadline and not ranks.join(timeout=1.0):
+        pass
 
 
 def _run(rank: int, size: int, rounds: int, folder: Path) -> None:
@@ -72,6 +58,7 @@ def _run(rank: int, size: int, rounds: int, folder: Path) -> None:
     from graphglue.core.batch import Mode
     from graphglue.ranks import Planner, RankFacts, RankGroup, facts
 
+    torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=size)
     group = RankGroup(None, Planner([1, 2, 4, 8, 16], row_bytes=1), timeout_s=60)
     stated = RankFacts(rank + 1, rank + 1, Mode.DECODE)

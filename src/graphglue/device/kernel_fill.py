@@ -112,14 +112,13 @@ class KernelFill:
     def _taker(self, on_device: list[tuple[int, str, torch.Tensor]], on_host: list[Any], num_sources: int) -> Take:
         """Build what compares, reads the addresses and packs: one closure, because each call in it would count."""
         fill, params, sizes = self._fill, self.params, [tensor.nbytes for _, _, tensor in on_device]
-        holds, pick = (
-            Likeness([tensor for _, _, tensor in on_device]).holds,
-            _picker([name for _, name, _ in on_device]),
-        )
+        holds = Likeness([tensor for _, _, tensor in on_device]).holds
+        pick = _picker([name for _, name, _ in on_device])
         write, arrange, constants, shapes = fill.like_last([position for position, _, _ in on_device])
         low, high = self._low - max(sizes, default=0), self._high
 
         def take(sources: Mapping[str, Any]) -> bool:
+            """Take a step's sources in; False if they must be bound. Sync: none."""
             try:
                 tensors = pick(sources)
                 if len(sources) != num_sources or (tensors and not holds(*tensors)):
@@ -152,7 +151,7 @@ class KernelFill:
 
     def launched(self) -> None:
         """Hold sources and pinned blocks until the device has read them."""
-        opened = self._in_flight.opened
+        opened = self._in_flight.opened  # as InFlight.hold does, without a call of it at every step
         opened.append((self._blocks, self._sources))
         self._blocks = self._sources = ()
         if len(opened) >= self._in_flight.max_steps:

@@ -64,6 +64,7 @@ class ParentLaunch:
         order, stream_of, launched = fill.order, fill.order.stream, fill.launched
 
         def run() -> None:
+            """Launch the step that was loaded. Sync: none."""
             if (stream := stream_of()) != order.current:
                 order.enter()
             (failed,) = update(exec_graph, filled, fill.params)

@@ -87,6 +87,7 @@ class _Walk:
         }
 
     def nodes(self, graph: Any, above: str) -> Iterator[Node]:
+        """Read the nodes of a graph and of its child graphs, each with its place below ``above``."""
         for number, handle in enumerate(self._handles(graph)):
             place, kind = f"{above}{number}", self._kind(handle)
             if kind == "graph":

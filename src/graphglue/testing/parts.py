@@ -115,6 +115,7 @@ def overwritten_source(backend: Backend) -> None:
         writable = (containers.as_is, containers.as_array)
 
         def check(batch: Batch) -> None:
+            """Replay, overwrite the sources, and compare with the eager results."""
             with effects_undone(runner):
                 expected = results_of(eager, eager.replay(batch))
             with effects_undone(runner):
@@ -133,6 +134,7 @@ def refused_batch(backend: Backend) -> None:
         refused = set()
 
         def check(batch: Batch) -> None:
+            """Leave each source out in turn."""
             for name in set(required) & set(batch.sources):
                 before = _slots(runner)
                 without = {slot: source for slot, source in batch.sources.items() if slot != name}
