@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,7 +11,9 @@ from typing import TypeVar
 
 import torch
 
-_STACK_BYTES = 64 << 20  # more than the C library keeps for reuse, so its pages are new; only touched ones cost memory
+# The C library gives a new thread the stack of an ended one, if it is large enough, and what that thread left near its
+# top is still there. So each stack is larger than all before it. Only pages that are touched cost memory.
+_STACK_BYTES = itertools.count(64 << 20, 1 << 16)
 _lock = threading.Lock()
 Result = TypeVar("Result")
 
@@ -48,15 +51,16 @@ def _surroundings(device: torch.device, default: torch.device) -> Iterator[None]
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
             torch.cuda.synchronize(device)  # makes the context current here, which a kernel of one's own may need
+            torch.cuda.current_blas_handle()  # each thread has its own, which can not be made while a graph is captured
         if default.type != "cpu":
             stack.enter_context(default)
         yield
 
 
 def _start(thread: threading.Thread) -> None:
-    """Start a thread with a large stack; the size for others is put back."""
+    """Start a thread with a stack of a size not asked for before; the size for others is put back."""
     with _lock:
-        usual = threading.stack_size(_STACK_BYTES)
+        usual = threading.stack_size(next(_STACK_BYTES))
         try:
             thread.start()
         finally:

@@ -559,3 +559,14 @@ def test_a_fresh_stack_gives_results_and_errors_and_the_callers_surroundings() -
     with pytest.raises(KeyError, match="inside"):
         on_fresh_stack(torch.device("cpu"), lambda: {}["inside"])
     assert threading.stack_size() == usual
+
+
+def test_no_thread_is_given_the_stack_of_an_ended_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    real = threading.stack_size
+    monkeypatch.setattr(threading, "stack_size", lambda size=0: (asked.append(size), real(size))[1])
+    for _ in range(3):
+        on_fresh_stack(torch.device("cpu"), lambda: None)
+    sizes = asked[::2]
+    assert sizes == sorted(set(sizes))
+    assert len(sizes) == 3
