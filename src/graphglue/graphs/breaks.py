@@ -141,7 +141,7 @@ class Break:
 
     def _arguments(self, rows: int | None) -> Arguments:
         if self._narrowed is None or self._narrowed[0] != rows:
-            bound = inspect.BoundArguments(self.mark.signature, {})  # type: ignore[arg-type]
+            bound = inspect.BoundArguments(self.mark.signature, {})
             for held in self._held:
                 bound.arguments[held.name] = held.given(rows)
             self._narrowed = rows, (bound.args, bound.kwargs)

@@ -81,7 +81,7 @@ class Bridges:
                 f"{self._owner} has row-aligned arguments of {self._rows} rows and returns {tuple(tensor.shape)}; "
                 "every tensor that it returns has these rows in dimension 0, so return others from another break"
             )
-        if torch.tensor(self._pad).to(tensor.dtype).item() != self._pad and self._pad == self._pad:
+        if not _holds(tensor.dtype, self._pad):
             raise ContractError(f"{self._owner} declares pad={self._pad}, which {tensor.dtype} does not hold")
 
     def accept(self, fresh: Any, rows: int | None) -> None:
@@ -140,6 +140,15 @@ class Bridges:
 
 def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _holds(dtype: torch.dtype, value: float) -> bool:
+    """Tell whether a dtype holds a number; floats round it."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return True
+    if dtype is torch.bool:
+        return value in (0, 1)
+    return value == value // 1 and torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max
 
 
 def _strides(tensor: torch.Tensor) -> list[int]:
@@ -210,7 +219,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """Give the bytes of its storage that a tensor reaches: first, and behind the last."""
     last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride()))
     begin = tensor.storage_offset() * tensor.itemsize
-    return begin, begin + (last + 1) * tensor.itemsize
+    return int(begin), int(begin + (last + 1) * tensor.itemsize)
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:

@@ -160,7 +160,7 @@ class CudaParts:
         The address stays mapped, because each segment's graph keeps the pool.
         """
         whole = tensor.untyped_storage()
-        storage = torch._C._construct_storage_from_data_pointer(whole.data_ptr(), tensor.device, whole.nbytes())
+        storage: Any = torch._C._construct_storage_from_data_pointer(whole.data_ptr(), tensor.device, whole.nbytes())
         with memory.plain():
             return memory.place(storage, tensor)
 
