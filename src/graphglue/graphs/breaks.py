@@ -109,6 +109,7 @@ class Break:
         with without_modes():
             filled = [tensor for _, tensor in self._aligned(self.mark.writes)]
             self._bridges = Bridges(str(self), static, result, given, filled, self.rows, self.mark.pad, self._memory)
+        self._accept = self._bridges.accept
         del self._bound  # it keeps pool memory
         return pytree.tree_unflatten(static, pytree.tree_structure(result))
 
@@ -126,31 +127,36 @@ class Break:
 
         Sync: none of its own; the device with ``check``.
         """
-        rows = real_rows if self.rows is not None and real_rows != self.rows else None
-        args, kwargs = self._arguments(rows)
-        with self._watched(rows if check else None):
-            try:
+        rows = real_rows if real_rows != self.rows and self.rows is not None else None
+        narrowed = self._narrowed
+        args, kwargs = narrowed[1] if narrowed is not None and narrowed[0] == rows else self._arguments(rows)
+        try:
+            if check and rows is not None:
+                with self._watched(rows):
+                    fresh = self.mark.run(*args, **kwargs)
+            else:
                 fresh = self.mark.run(*args, **kwargs)
-            except Exception as error:
-                raise SegmentError(
-                    f"{self} raised {error!r} while a recording was replayed; later segments did not run, and the "
-                    "next replay starts from the first"
-                ) from error
-        assert self._bridges is not None
-        self._bridges.accept(fresh, rows)
+        except DivergenceError:
+            raise
+        except Exception as error:
+            raise SegmentError(
+                f"{self} raised {error!r} while a recording was replayed; later segments did not run, and the "
+                "next replay starts from the first"
+            ) from error
+        self._accept(fresh, rows)
 
     def _arguments(self, rows: int | None) -> Arguments:
-        if self._narrowed is None or self._narrowed[0] != rows:
-            bound = inspect.BoundArguments(self.mark.signature, {})
-            for held in self._held:
-                bound.arguments[held.name] = held.given(rows)
-            self._narrowed = rows, (bound.args, bound.kwargs)
+        """Build what the function is called with, and keep it for replays with as many real rows."""
+        bound = inspect.BoundArguments(self.mark.signature, {})
+        for held in self._held:
+            bound.arguments[held.name] = held.given(rows)
+        self._narrowed = rows, (bound.args, bound.kwargs)
         return self._narrowed[1]
 
     @contextmanager
-    def _watched(self, rows: int | None) -> Iterator[None]:
+    def _watched(self, rows: int) -> Iterator[None]:
         """Compare the padded rows of row-aligned arguments before and after. Sync: the device."""
-        tails = [] if rows is None else [(name, leaf[rows:]) for name, leaf in self._aligned()]
+        tails = [(name, leaf[rows:]) for name, leaf in self._aligned()]
         before = [_bits(tail).clone() for _, tail in tails]
         yield
         for (name, tail), old in zip(tails, before):

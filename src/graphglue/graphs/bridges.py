@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
@@ -59,6 +59,7 @@ class Bridges:
     ) -> None:
         self._owner, self._rows, self._pad, self._given = owner, rows, pad, given
         leaves, self._structure = pytree.tree_flatten(result)
+        self._bare = result is None or isinstance(result, torch.Tensor)
         # Weak where the pool owns the memory: the callable alone decides how long a bridge is taken.
         self._targets = [_alias(leaf, memory) for leaf in static]
         self._in_argument = [isinstance(leaf, torch.Tensor) and _address(leaf) in given for leaf in static]
@@ -90,28 +91,28 @@ class Bridges:
         Raises:
             DivergenceError: it differs in structure, shape, dtype, plain values or aliasing; nothing was written.
         """
-        targets, tails = self._at(rows)
-        leaves = [fresh] if isinstance(fresh, torch.Tensor) else pytree.tree_leaves(fresh)
-        if not self._fits(fresh, leaves, targets):
+        _, targets, tails = self._cut if self._cut[0] == rows else self._at(rows)
+        leaves = self._leaves_of(fresh)
+        if leaves is None or not all(map(trees.alike, targets, leaves)):
             expected = pytree.tree_unflatten(targets, self._structure)
             self._diverge(trees.difference(expected, fresh) or "another structure", rows)
+        copies = []
         for target, leaf, in_argument in zip(targets, leaves, self._in_argument):
             if isinstance(leaf, torch.Tensor) and leaf.numel():
                 self._check_aliasing(target, leaf, in_argument, rows)
-        for target, leaf, in_argument in zip(targets, leaves, self._in_argument):
-            if isinstance(leaf, torch.Tensor) and not in_argument:
-                target.copy_(leaf.detach() if leaf.requires_grad else leaf)
+                if not in_argument:
+                    copies.append((target, leaf))
+        for target, leaf in copies:
+            target.copy_(leaf.detach() if leaf.requires_grad else leaf)
         for tail in tails:
             tail.fill_(self._pad)
 
-    def _fits(self, fresh: Any, leaves: list[Any], targets: list[Any]) -> bool:
-        if len(leaves) != len(targets):
-            return False
-        if not isinstance(fresh, torch.Tensor) and pytree.tree_structure(fresh) != self._structure:
-            return False
-        if isinstance(fresh, torch.Tensor) and not self._structure.is_leaf():
-            return False
-        return all(map(trees.alike, targets, leaves))
+    def _leaves_of(self, fresh: Any) -> Sequence[Any] | None:
+        """Take a fresh result apart; None if its structure is another. The common forms need no tree."""
+        if self._bare and (fresh is None or isinstance(fresh, torch.Tensor)):
+            return (fresh,)
+        leaves, structure = pytree.tree_flatten(fresh)
+        return leaves if structure == self._structure else None
 
     # The two forms of one rule: later segments may write in place into what a break returned.
     def _check_aliasing(self, target: torch.Tensor, leaf: torch.Tensor, in_argument: bool, rows: int | None) -> None:
@@ -120,22 +121,21 @@ class Bridges:
         if not in_argument and _address(leaf) in self._given:
             self._diverge("memory of an argument, where it returned memory of its own", rows)
 
-    def _diverge(self, seen: str, rows: int | None) -> None:
+    def _diverge(self, seen: str, rows: int | None) -> NoReturn:
         real = "" if rows is None else f" with {rows} of {self._rows} rows real"
         raise DivergenceError(
             f"{self._owner} returned{real}: {seen} while it was recorded; later segments read what was recorded. "
             "Return the same structure, shapes and dtypes on every call, or record again"
         )
 
-    def _at(self, rows: int | None) -> tuple[list[Any], list[torch.Tensor]]:
-        """Give the targets cut to the real rows, and the tails behind them."""
-        if self._cut[0] != rows:
-            if rows is None:
-                self._cut = (None, self._targets, [])
-            else:
-                heads = [leaf[:rows] if isinstance(leaf, torch.Tensor) else leaf for leaf in self._targets]
-                self._cut = (rows, heads, [tensor[rows:] for tensor in self._padded])
-        return self._cut[1], self._cut[2]
+    def _at(self, rows: int | None) -> tuple[int | None, list[Any], list[torch.Tensor]]:
+        """Cut the targets to the real rows, and the tails behind them; keep both for replays with as many."""
+        if rows is None:
+            self._cut = (None, self._targets, [])
+        else:
+            heads = [leaf[:rows] if isinstance(leaf, torch.Tensor) else leaf for leaf in self._targets]
+            self._cut = (rows, heads, [tensor[rows:] for tensor in self._padded])
+        return self._cut
 
 
 def _address(tensor: torch.Tensor) -> int:

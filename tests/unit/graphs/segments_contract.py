@@ -466,6 +466,28 @@ def test_a_break_runs_in_the_mode_that_it_was_reached_in(
     assert not recording.outputs.requires_grad
 
 
+def test_a_break_s_result_keeps_no_gradient_graph(recorder: Recorder) -> None:
+    source, born = rows_on(recorder.device), []
+    weight = torch.ones(3, device=recorder.device, requires_grad=True)
+
+    @eager_break
+    def learned(x: torch.Tensor) -> torch.Tensor:
+        middle = weight * 2
+        born.append(weakref.ref(middle))
+        return x * middle * middle
+
+    def run() -> torch.Tensor:
+        given = source + 1
+        with torch.enable_grad():
+            cut = learned(given)
+        return cut * 1
+
+    recording = record_segments(recorder, run)
+    recording.replay()
+    assert same(recording.outputs, (source + 1) * 4)
+    assert born[-1]() is None
+
+
 # --- stubs, order, nesting ---
 
 
