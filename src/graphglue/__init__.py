@@ -24,8 +24,10 @@ from graphglue.errors import (
     DivergenceError,
     GraphGlueError,
     RankDisagreementError,
+    SegmentError,
     StaleTableError,
 )
+from graphglue.graphs.segments import SegmentedRecording, breaks_reached, eager_break, record_segments
 from graphglue.graphs.tape import Tape
 from graphglue.registry import Registry
 from graphglue.runner import Runner
@@ -73,6 +75,8 @@ __all__ = [
     "Route",
     "Runner",
     "RunnerConfig",
+    "SegmentError",
+    "SegmentedRecording",
     "Shadow",
     "Slot",
     "StaleTableError",
@@ -81,4 +85,7 @@ __all__ = [
     "Tape",
     "View",
     "__version__",
+    "breaks_reached",
+    "eager_break",
+    "record_segments",
 ]

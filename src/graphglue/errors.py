@@ -45,3 +45,7 @@ class ClosedError(GraphGlueError):
 
 class ConfigError(GraphGlueError):
     """A plain value of the configuration, the ladder or a slot is not usable."""
+
+
+class SegmentError(GraphGlueError):
+    """A break raised while a segmented recording was replayed."""

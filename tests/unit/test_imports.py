@@ -30,7 +30,7 @@ PACKAGE = ROOT / "src" / "graphglue"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # The only places that may name torch.cuda, torch._C._cuda* or the package cuda.
-DEVICE_PLACES = ("device/", "graphs/cuda.py")
+DEVICE_PLACES = ("device/", "graphs/cuda")
 
 
 def layers() -> list[set[str]]:

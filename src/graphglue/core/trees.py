@@ -98,7 +98,7 @@ def difference(captured: Any, fresh: Any) -> str | None:
     if our_structure != their_structure:
         return f"structure {their_structure}, captured {our_structure}"
     for position, (one, other) in enumerate(zip(ours, theirs)):
-        if not _alike(one, other):
+        if not alike(one, other):
             name = named_leaves(captured)[position][0]
             return f"leaf {name!r} is {_spell(other)}, captured {_spell(one)}"
     return None
@@ -129,7 +129,7 @@ def _tensor_names(leaves: Mapping[str, Any]) -> list[str]:
     return sorted(name for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor))
 
 
-def _alike(one: Any, other: Any) -> bool:
+def alike(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
     return type(one) is type(other) and bool(one == other or (one != one and other != other))

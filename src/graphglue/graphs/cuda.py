@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from graphglue.errors import CaptureError, ClosedError
@@ -30,12 +31,13 @@ class _Holding(guard.DispatchGuard):
         self.held: dict[int, torch.UntypedStorage] = {}
         self.written: set[int] = set()  # addresses
         self.read: set[int] = set()  # addresses of what was read before anything here wrote it
-        self._made: set[int] = set()
+        # Weak references, which keep a storage's identity from being used again and free its memory.
+        self.made: dict[int, StorageWeakRef] = {}
 
     def perform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operation under the capture."""
         for storage in _storages((args, kwargs)):
-            if storage._cdata not in self._made:
+            if storage._cdata not in self.made:
                 self.held[storage._cdata] = storage
         result = func(*args, **kwargs)
         given = memory.addresses((args, kwargs))
@@ -44,7 +46,9 @@ class _Holding(guard.DispatchGuard):
         else:
             self.read |= given - self.written
         self.written |= memory.addresses(result) - given
-        self._made.update(storage._cdata for storage in _storages(result) if storage._cdata not in self.held)
+        for storage in _storages(result):
+            if storage._cdata not in self.held and storage._cdata not in self.made:
+                self.made[storage._cdata] = StorageWeakRef(storage)
         return result
 
 
@@ -107,8 +111,7 @@ class CudaRecording:
 
     def replay(self) -> None:
         """Launch the graph on the caller's current stream. Sync: none."""
-        if session.recording():
-            raise CaptureError("a replay inside a recording is not recorded; replay after it has ended")
+        session.check_replayable()
         self.graph.replay()
 
     def close(self) -> None:
@@ -234,7 +237,23 @@ class CudaRecorder:
             self._recordings.add(recording)
             return recording
 
+    def parts(self, strict: bool = True) -> Any:
+        """Give what records the segments of one callable, one graph each, in one pool and on one stream."""
+        from graphglue.graphs.cuda_segments import CudaParts
+
+        return CudaParts(self, strict)
+
     def _capture(self, run: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
+        graph = self._begin(pool)
+        try:
+            outputs = run()
+        except BaseException:
+            self._abandon(graph, pool)
+            raise
+        self._end(graph, pool)
+        return graph, outputs
+
+    def _begin(self, pool: Any) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         try:
             # thread_local: another thread's copies and allocations do not break this capture.
@@ -242,18 +261,15 @@ class CudaRecorder:
         except RuntimeError as error:
             self._abandon(graph, pool)
             raise CaptureError(f"a capture could not begin: {error}") from error
-        try:
-            outputs = run()
-        except BaseException:
-            self._abandon(graph, pool)
-            raise
+        return graph
+
+    def _end(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         try:
             graph.capture_end()
             graph.instantiate()
         except RuntimeError as error:
             self._unwind(graph, pool)
             raise CaptureError(f"the capture did not end as a valid graph; it was dropped: {error}") from error
-        return graph, outputs
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         """End a capture whose callable raised. The stream leaves capture mode whether or not this raises."""

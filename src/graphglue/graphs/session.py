@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
 from graphglue.errors import CaptureError
@@ -23,6 +23,35 @@ def alone(what: str) -> Iterator[None]:
         yield
     finally:
         setattr(_here, what, False)
+
+
+def check_replayable() -> None:
+    """Refuse a replay inside a recording.
+
+    Raises:
+        CaptureError: this thread is inside a recording.
+    """
+    if recording():
+        raise CaptureError("a replay inside a recording is not recorded; replay after it has ended")
+
+
+@contextmanager
+def replaying(pool: Hashable) -> Iterator[None]:
+    """Refuse a second segmented replay inside the first where both use one memory pool.
+
+    A break that replays another recording of the pool would overwrite what later segments read.
+    """
+    pools: list[Hashable] = _here.__dict__.setdefault("pools", [])
+    if pool in pools:
+        raise CaptureError(
+            "a break replays another segmented recording of the same recorder, whose memory the outer one still "
+            "reads; record the inner one with a recorder of its own"
+        )
+    pools.append(pool)
+    try:
+        yield
+    finally:
+        pools.pop()
 
 
 def recording() -> bool:

@@ -112,6 +112,7 @@ class _Taping(guard.DispatchGuard):
         self.steps: list[_Step] = []
         self.num_bytes = 0
         self.fakes = _Fakes()
+        self.made: dict[int, torch.UntypedStorage] = {}  # what operations allocated
         self._aliases: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def perform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -197,7 +198,9 @@ class _Taping(guard.DispatchGuard):
         floats = like.is_floating_point() or like.is_complex()
         # All ones is NaN in every float format; 0x7f in each byte is large in every integer format.
         poison = 0xFF if floats else 1 if like.dtype is torch.bool else 0x7F
-        return torch.full((num_bytes,), poison, dtype=torch.uint8, device="cpu").untyped_storage()
+        storage = torch.full((num_bytes,), poison, dtype=torch.uint8, device="cpu").untyped_storage()
+        self.made[storage._cdata] = storage
+        return storage
 
     def freeze(self, leaf: Any) -> Any:
         """Give an alias that later rebinding, ``.data =`` or in-place reshaping of ``leaf`` won't touch."""
@@ -214,7 +217,9 @@ class _Taping(guard.DispatchGuard):
             frozen = pytree.tree_map(self.freeze, outputs)
         storages = [tensor.untyped_storage() for tensor in self._aliases.values()]
         unique = {storage._cdata: storage for storage in storages}.values()
-        return TapeRecording(tuple(self.steps), frozen, self.num_bytes, unique)
+        recording = TapeRecording(tuple(self.steps), frozen, self.num_bytes, unique)
+        self.steps, self.num_bytes, self._aliases = [], 0, {}  # a next segment starts anew
+        return recording
 
 
 def _storage_id(out: Any) -> int:
@@ -284,6 +289,11 @@ class TapeRecording:
         """Memory in bytes that this recording added."""
         return self._num_bytes
 
+    @property
+    def num_steps(self) -> int:
+        """How many operations a replay runs."""
+        return len(self._opened())
+
     def computes(self, tensor: torch.Tensor) -> bool:
         """Tell whether a recorded operation writes the memory of a tensor."""
         return tensor.untyped_storage().data_ptr() in self._written
@@ -295,8 +305,7 @@ class TapeRecording:
             StaleTableError: memory that the recording uses was reallocated by ``resize_``.
         """
         steps = self._opened()
-        if session.recording():
-            raise CaptureError("a replay inside a recording is not recorded; replay after it has ended")
+        session.check_replayable()
         if any(storage.data_ptr() != address for storage, address in self._addresses):
             raise StaleTableError("a tensor that this recording uses was resized and moved; record it again")
         # All tensors of the steps are normal ones: inference mode only spares autograd. What the caller set
@@ -344,3 +353,9 @@ class Tape:
             taping = _Taping(rules)
             outputs = rules.call(run, guard.FunctionGuard(rules), taping)
             return taping.finish(outputs)
+
+    def parts(self, strict: bool = True) -> Any:
+        """Give what records the segments of one callable. The tape is always strict."""
+        from graphglue.graphs.tape_segments import TapeParts
+
+        return TapeParts(self)

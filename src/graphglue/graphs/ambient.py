@@ -1,0 +1,73 @@
+"""What a thread has switched on around a call: gradients, inference mode, autocast, default dtype and device.
+
+A break runs at every replay as it ran while it was recorded, whatever the caller of the replay has switched on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+class Ambient(NamedTuple):
+    """What is switched on."""
+
+    grad: bool
+    inference: bool
+    dtype: torch.dtype
+    device: torch.device | None
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+
+    @classmethod
+    def here(cls, device_type: str) -> Ambient:
+        """Take down what is on now in this thread, for work on the CPU and on a type of device."""
+        modes = reversed(_get_current_function_mode_stack())
+        device = next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
+        kinds = tuple(
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in dict.fromkeys(("cpu", device_type))
+        )
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), device, kinds)
+
+    def on(self) -> AbstractContextManager[None]:
+        """Switch it on again. Sync: none."""
+        now = Ambient.here(self.autocast[-1][0])
+        return nullcontext() if now == self else self._switched(now)
+
+    @contextmanager
+    def _switched(self, now: Ambient) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self.inference != now.inference:
+                stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for wanted, current in zip(self.autocast, now.autocast):
+                if wanted != current:
+                    kind, enabled, dtype = wanted
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            if self.device != now.device:
+                stack.enter_context(torch.device(self.device or "cpu"))
+            torch.set_default_dtype(self.dtype)
+            try:
+                yield
+            finally:
+                torch.set_default_dtype(now.dtype)
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Take all function and dispatch modes of this thread off, and put them back."""
+    taken = []
+    with _disable_current_modes():
+        try:
+            while _get_current_function_mode_stack():
+                taken.append(_pop_mode())
+            yield
+        finally:
+            for mode in reversed(taken):
+                _push_mode(mode)

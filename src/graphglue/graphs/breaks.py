@@ -1,0 +1,171 @@
+"""Breaks: what runs eagerly between two segments, with the arguments it was recorded with.
+
+A break's result goes into *bridges*, tensors whose addresses the later segments read. A bridge is allocated
+inside the segment behind the break, so it is pool memory like any intermediate: once the callable drops it,
+later segments and smaller buckets use it again. A result that lies in an argument's memory stays where it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from graphglue.errors import ContractError, DivergenceError, SegmentError
+from graphglue.graphs.ambient import Ambient, without_modes
+from graphglue.graphs.bridges import Bridges, Memory, addresses, allocated
+from graphglue.graphs.marks import Mark
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class _Held(NamedTuple):
+    """One argument as a recording keeps it: leaves by structure, or the caller's own object (``leaves`` None)."""
+
+    name: str
+    value: Any
+    leaves: list[Any] | None
+    structure: Any
+    is_aligned: bool
+
+    def given(self, rows: int | None) -> Any:
+        """Give the argument, narrowed to ``rows`` if it is row-aligned."""
+        if self.leaves is None:
+            return self.value
+        if rows is None or not self.is_aligned:
+            return pytree.tree_unflatten(self.leaves, self.structure)
+        leaves = [leaf[:rows] if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        return pytree.tree_unflatten(leaves, self.structure)
+
+
+class Break:
+    """One call of a marked function, as it was reached while recording.
+
+    Args:
+        mark: the function and what it declares.
+        bound: the call's arguments.
+        memory: knows which memory the recording's pool owns.
+        ambient: what was switched on where it was reached.
+        place: position among the recording's breaks, for messages.
+
+    Raises:
+        ContractError: row-aligned arguments have no rows, or different numbers of them.
+    """
+
+    def __init__(self, mark: Mark, bound: inspect.BoundArguments, memory: Memory, ambient: Ambient, place: int) -> None:
+        self.mark, self.ambient, self.place = mark, ambient, place
+        self._bound, self._memory = bound, memory
+        self._held = [self._hold(name, value) for name, value in bound.arguments.items()]
+        self.rows = self._count_rows()
+        self._narrowed: tuple[int | None, Arguments] | None = None
+        self._bridges: Bridges | None = None
+
+    def __str__(self) -> str:
+        """Name it in messages."""
+        return f"break {self.place} ({self.mark.name!r})"
+
+    def _hold(self, name: str, value: Any) -> _Held:
+        """Keep weak aliases of pool memory; leave everything else the caller's own object, containers too."""
+        leaves, structure = pytree.tree_flatten(value)
+        owned = [isinstance(leaf, torch.Tensor) and self._memory.owns(leaf) for leaf in leaves]
+        aligned = name in self.mark.row_aligned
+        if not any(owned) and not aligned:
+            return _Held(name, value, None, None, False)
+        kept = [self._memory.alias(leaf) if mine else leaf for leaf, mine in zip(leaves, owned)]
+        return _Held(name, None, kept, structure, aligned)
+
+    def _count_rows(self) -> int | None:
+        found: dict[str, int] = {}
+        for name, tensor in self._aligned():
+            if tensor.dim() == 0:
+                raise ContractError(f"{self} declares {name!r} row-aligned, but it has no rows (0 dimensions)")
+            found[name] = tensor.shape[0]
+        if len(set(found.values())) > 1:
+            raise ContractError(f"{self}: row-aligned arguments have different numbers of rows: {found}")
+        return next(iter(found.values()), None)
+
+    def _aligned(self, names: tuple[str, ...] | None = None) -> list[tuple[str, torch.Tensor]]:
+        wanted = self.mark.row_aligned if names is None else names
+        held = [one for one in self._held if one.name in wanted and one.leaves is not None]
+        return [(one.name, leaf) for one in held for leaf in one.leaves or () if isinstance(leaf, torch.Tensor)]
+
+    def first(self) -> Any:
+        """Call the function, or its stub, while recording: with the caller's own arguments and all rows."""
+        with self.ambient.on():
+            return (self.mark.stub or self.mark.run)(*self._bound.args, **self._bound.kwargs)
+
+    def bridge(self, result: Any) -> Any:
+        """Give the callable what it reads from then on; call it inside the segment behind the break.
+
+        Raises:
+            ContractError: a result that can not be held, or does not keep to what the mark declares.
+        """
+        given = addresses(dict(self._bound.arguments))
+        static = allocated(str(self), result, given)  # under the recorder's modes: the segment's own memory
+        with without_modes():
+            filled = [tensor for _, tensor in self._aligned(self.mark.writes)]
+            self._bridges = Bridges(str(self), static, result, given, filled, self.rows, self.mark.pad, self._memory)
+        self._accept = self._bridges.accept
+        del self._bound  # it keeps pool memory
+        return pytree.tree_unflatten(static, pytree.tree_structure(result))
+
+    def settle(self) -> None:
+        """Bring the first result into the bridges, once the segment behind the break has ended."""
+        if self._bridges is not None:
+            self._bridges.settle()
+
+    def run(self, real_rows: int | None, check: bool = False) -> None:
+        """Call the function and bring its result into the bridges, on the caller's current stream.
+
+        Raises:
+            SegmentError: the function raised.
+            DivergenceError: it returned something else than while recording, or wrote past the real rows.
+
+        Sync: none of its own; the device with ``check``.
+        """
+        rows = real_rows if real_rows != self.rows and self.rows is not None else None
+        narrowed = self._narrowed
+        args, kwargs = narrowed[1] if narrowed is not None and narrowed[0] == rows else self._arguments(rows)
+        try:
+            if check and rows is not None:
+                with self._watched(rows):
+                    fresh = self.mark.run(*args, **kwargs)
+            else:
+                fresh = self.mark.run(*args, **kwargs)
+        except DivergenceError:
+            raise
+        except Exception as error:
+            raise SegmentError(
+                f"{self} raised {error!r} while a recording was replayed; later segments did not run, and the "
+                "next replay starts from the first"
+            ) from error
+        self._accept(fresh, rows)
+
+    def _arguments(self, rows: int | None) -> Arguments:
+        """Build what the function is called with, and keep it for replays with as many real rows."""
+        bound = inspect.BoundArguments(self.mark.signature, {})
+        for held in self._held:
+            bound.arguments[held.name] = held.given(rows)
+        self._narrowed = rows, (bound.args, bound.kwargs)
+        return self._narrowed[1]
+
+    @contextmanager
+    def _watched(self, rows: int) -> Iterator[None]:
+        """Compare the padded rows of row-aligned arguments before and after. Sync: the device."""
+        tails = [(name, leaf[rows:]) for name, leaf in self._aligned()]
+        before = [_bits(tail).clone() for _, tail in tails]
+        yield
+        for (name, tail), old in zip(tails, before):
+            if not torch.equal(_bits(tail), old):
+                raise DivergenceError(
+                    f"{self} wrote past the {rows} real rows of its argument {name!r}, into rows up to {self.rows}; "
+                    "let it write through the argument it is given, not through another view of that memory"
+                )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

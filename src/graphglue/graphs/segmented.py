@@ -1,0 +1,134 @@
+"""What a segmented recording is, once it is made: launches and breaks in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from graphglue.errors import BindError, ClosedError, DivergenceError
+from graphglue.graphs import session
+from graphglue.graphs.base import Recording
+from graphglue.graphs.breaks import Break
+from graphglue.graphs.marks import Reaching, breaks_reached, difference
+
+Launch = Callable[[], None]
+
+
+class SegmentedRecording:
+    """Segments and breaks of one callable, in order. It keeps alive all memory that its replays touch.
+
+    Attributes:
+        breaks: the names of its breaks, in order.
+        segments: the recorded segments, one more than breaks; an empty one is not launched.
+        rows: the padded rows of row-aligned breaks; None if there are none.
+    """
+
+    def __init__(
+        self,
+        pool: Hashable,
+        segments: Sequence[Recording],
+        launches: Sequence[Launch | None],
+        breaks: Sequence[Break],
+    ) -> None:
+        self.segments, self.breaks = tuple(segments), tuple(step.mark.name for step in breaks)
+        self.pool, self.num_bytes = pool, sum(segment.num_bytes for segment in segments)
+        self.rows = next((step.rows for step in breaks if step.rows is not None), None)
+        self._outputs = segments[-1].outputs
+        self._first, self._last = launches[0], launches[-1] if breaks else None
+        self._breaks: tuple[tuple[Launch | None, Break], ...] | None
+        # A break and the segment before it, which for the first break is launched by itself.
+        self._breaks = tuple(zip((None, *launches[1:-1]), breaks))
+        self._ambient = breaks[0].ambient if breaks and len({step.ambient for step in breaks}) == 1 else None
+
+    @property
+    def first(self) -> Recording | None:
+        """The segment that a fill may be joined with in one launch; None if a break comes first."""
+        self._opened()
+        return self.segments[0] if self._first is not None else None
+
+    @property
+    def segment_bytes(self) -> tuple[int, ...]:
+        """Memory in bytes that each segment added."""
+        return tuple(segment.num_bytes for segment in self.segments)
+
+    @property
+    def outputs(self) -> Any:
+        """What the callable returned; computed by a replay."""
+        self._opened()
+        return self._outputs
+
+    @property
+    def reads(self) -> set[int]:
+        """The addresses of what segments read before a segment wrote it."""
+        return {address for segment in self.segments for address in getattr(segment, "reads", ())}
+
+    def computes(self, tensor: torch.Tensor) -> bool | None:
+        """Tell whether a segment writes the memory of a tensor; a break may too, so None for "not seen"."""
+        return True if any(segment.computes(tensor) for segment in self.segments) else None
+
+    def replay(
+        self, real_rows: int | None = None, *, lead: Callable[[], None] | None = None, check: bool = False
+    ) -> None:
+        """Run segments and breaks in order on the caller's current stream.
+
+        Args:
+            real_rows: how many rows row-aligned breaks see; all by default.
+            lead: launched instead of the first segment: a launch that holds the fill, the preps and ``first``.
+            check: also compare the padded rows of row-aligned arguments before and after each break.
+
+        Raises:
+            BindError: more real rows than were recorded; nothing ran.
+            SegmentError: a break raised.
+            DivergenceError: a break returned something else than while recording, or wrote past the real rows.
+            CaptureError: inside a recording, or inside a break of a recording of the same pool.
+
+        After an error the next replay starts from the first segment. Sync: none; the device with ``check``.
+        """
+        breaks = self._opened()
+        session.check_replayable()
+        self._check_rows(real_rows)
+        with session.replaying(self.pool), Reaching(None):
+            if (first := lead or self._first) is not None:
+                first()
+            with ExitStack() as stack:
+                if self._ambient is not None:
+                    stack.enter_context(self._ambient.on())
+                for launch, step in breaks:
+                    if launch is not None:
+                        launch()
+                    if self._ambient is not None:
+                        step.run(real_rows, check)
+                    else:
+                        with step.ambient.on():
+                            step.run(real_rows, check)
+            if self._last is not None:
+                self._last()
+
+    def follow(self, run: Callable[[], Any]) -> None:
+        """Call ``run`` eagerly and compare the breaks it reaches with those recorded.
+
+        Raises:
+            DivergenceError: another order or another number of breaks.
+        """
+        if changed := difference(self.breaks, breaks_reached(run)):
+            raise DivergenceError(f"the callable takes another way than while it was recorded: {changed}")
+
+    def close(self) -> None:
+        """Drop segments, breaks, outputs and their memory. Calling it twice is fine."""
+        self._breaks, self._outputs, self._first, self._last = None, None, None, None
+        for segment in self.segments:
+            segment.close()
+
+    def _check_rows(self, real_rows: int | None) -> None:
+        if real_rows is None or self.rows is None:
+            return
+        if isinstance(real_rows, bool) or not isinstance(real_rows, int) or not 0 <= real_rows <= self.rows:
+            raise BindError(f"real_rows={real_rows!r}: this recording has {self.rows} rows; give 0 to {self.rows}")
+
+    def _opened(self) -> tuple[tuple[Launch | None, Break], ...]:
+        if self._breaks is None:
+            raise ClosedError("this recording was closed; record the callable again")
+        return self._breaks
