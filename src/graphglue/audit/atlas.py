@@ -14,6 +14,7 @@ from graphglue.device.nodes import Node, Word
 
 # What these name is an address whatever it is. A kernel's parameters may hold any eight bytes.
 COPIES = ("memcpy", "memset")
+_BELOW_COUNT = 1 << 24  # a 32-bit field holds sizes, strides and counts below it; of addresses 1 in 256 ends like one
 _LEAST_ADDRESS, _BEYOND_ADDRESSES = 1 << 16, 1 << 57  # numbers below are counts, those above no address on x86 or Arm
 
 
@@ -74,6 +75,16 @@ class Sight:
     def is_certain(self) -> bool:
         """Whether it is an address for sure, and not what a struct's unset field happened to hold."""
         return self.node.kind in COPIES
+
+    @property
+    def is_countlike(self) -> bool:
+        """Whether it may be a 32-bit number whose upper four bytes are padding that holds half an address.
+
+        The operation itself leaves that half on the stack, so each recording has it. The first address of memory that
+        somebody holds is none.
+        """
+        begin = None if self.stretch is None or self.stretch.kind is Kind.FREED else self.stretch.begin
+        return not self.is_certain and self.word.value != begin and self.word.value % (1 << 32) < _BELOW_COUNT
 
 
 def classify(address: int, layers: Iterable[Layer]) -> Stretch | None:
@@ -175,7 +186,7 @@ def strange(sights: Iterable[Sight]) -> list[Sight]:
 
 
 def confirmed(first: Iterable[Sight], second: Iterable[Sight]) -> list[Sight]:
-    """Keep what a second recording, on a stack that nobody used, has in the same places.
+    """Keep what a second recording, on a clean stack, has in the same places.
 
     Memory that was freed counts only at the same address: what warm-ups left in unset fields is elsewhere by then.
     """

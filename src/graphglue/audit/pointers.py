@@ -5,10 +5,10 @@ leave what they read in the parameters of the graph's nodes, and nowhere else. E
 memory are held against the slots, the declared tables and the recording's own pool.
 
 A kernel's struct may have unset fields, in which an address is left over from something else. So what is no slot,
-table or pool counts only if it stands there in a second recording too, made on a stack that nobody used.
+table or pool counts only if it stands there in a second recording too, on a stack that is clean for each operation.
 
 Not seen: addresses that lie in device memory themselves (arrays of pointers), those that a kernel's code holds
-(``__device__`` variables), and those packed at an odd offset.
+(``__device__`` variables), those packed at an odd offset, and an odd one that ends like a small number.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ NAME = "pointers"
 _UNTOUCHING = ("empty", "event_record", "wait_event", "mem_alloc", "mem_free")  # nodes that read and write no memory
 _BLAS = re.compile(r"gemm|gemv|nvjet|cublas|cutlass|splitk|xmma", re.IGNORECASE)
 _MAX_NAME = 160
+_ELEMENT_BYTES = 4  # a view of a smaller type may begin elsewhere; such an address that also ends like a count is lost
 
 _DECLARE = "declare it in the contract and read it from the view, or make it inside the prep"
 _FAULTS: dict[Kind, str] = {
@@ -105,7 +106,8 @@ def look(subject: Subject, key: Key, fresh_stack: bool = False) -> Look:
 
     Args:
         subject, key: what to record.
-        fresh_stack: record, but do not warm up, on a stack that nobody used: no word of it is older than the recording.
+        fresh_stack: record, but do not warm up, on a stack of its own, swept before each operation that torch
+            dispatches: what those before it left is in no field of its kernel.
 
     Raises:
         CaptureError: the prep can not be recorded.
@@ -113,7 +115,8 @@ def look(subject: Subject, key: Key, fresh_stack: bool = False) -> Look:
     """
     device = subject.arena.device.torch_device
     before = torch_blocks(device)
-    recording = subject.record(key, partial(on_fresh_stack, device)) if fresh_stack else subject.record(key)
+    clean = partial(on_fresh_stack, device, sweep=not subject.declared.compile)
+    recording = subject.record(key, clean) if fresh_stack else subject.record(key)
     try:
         if not isinstance(recording, CudaRecording):
             raise Unseen(f"a {type(recording).__name__} recorded it, whose graph can not be read")
@@ -161,10 +164,21 @@ def _doubtless(subject: Subject, key: Key, seen: Look, evidence: Evidence) -> li
     else:
         device.synchronize()
         if again.shape == seen.shape:
-            return atlas.confirmed(found, atlas.strange(again.sights))
+            return _no_counts(atlas.confirmed(found, atlas.strange(again.sights)), key, evidence)
         why = "a second recording has other nodes"
     evidence.unseen("second", f"{spell_step(key)}: {len(found)} addresses may be leftovers, because {why}")
     return [sight for sight in found if sight.is_certain]
+
+
+def _no_counts(found: list[Sight], key: Key, evidence: Evidence) -> list[Sight]:
+    """Leave out what may be a number beside half an address: a number for sure if no tensor's element begins there."""
+    for sight in found:
+        if sight.is_countlike and sight.word.value % _ELEMENT_BYTES == 0:
+            text = (
+                f"addresses {sight.stretch}, or is a number beside bytes that nobody set: {_spell_region(sight, key)}"
+            )
+            evidence.unseen(f"{sight.place}", text, op=spell_op(sight.node))
+    return [sight for sight in found if not sight.is_countlike]
 
 
 class _Judge:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import ctypes
+import mmap
 import struct
 import threading
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from graphglue.audit.certificate import Verdict
 from graphglue.audit.subject import Region, Unseen
 from graphglue.core.batch import Mode
 from graphglue.core.keys import Key
+from graphglue.device import stack
 from graphglue.device.allocations import Allocation, Block, _blocks
 from graphglue.device.nodes import Node, Word, _Walk, words_in
 from graphglue.device.stack import on_fresh_stack
@@ -543,6 +545,28 @@ def test_the_address_of_a_copy_needs_no_second_recording(monkeypatch: pytest.Mon
     assert Scripted(looked(sight(4096, Kind.HOST, node_kind="memcpy"))).verdict(monkeypatch)[0] is Verdict.FAIL
 
 
+HALF = 0x7F45 << 32  # what an operation leaves beside a 32-bit field
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "verdict"),
+    [
+        (HALF + 999, Kind.OTHER, Verdict.PASS),  # no element begins there: a number
+        (HALF + 4096, Kind.OTHER, Verdict.UNKNOWN),
+        (HALF, Kind.OTHER, Verdict.FAIL),  # where the memory begins
+        (HALF, Kind.FREED, Verdict.UNKNOWN),
+        (HALF + (1 << 24) + 4, Kind.OTHER, Verdict.FAIL),
+        (HALF + (1 << 24) + 999, Kind.FREED, Verdict.FAIL),
+    ],
+)
+def test_a_number_beside_half_an_address_is_no_address(
+    value: int, kind: Kind, verdict: Verdict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = Stretch(HALF, HALF + (1 << 32), kind, "cache")
+    seen = looked(Sight(Node("kernel", "0", "gather"), Word(value, "parameter 0, byte 416"), memory))
+    assert Scripted(seen, seen).verdict(monkeypatch)[0] is verdict
+
+
 def test_a_prep_that_can_not_be_recorded_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     verdict, text = Scripted(CaptureError("item() reads a tensor on the host")).verdict(monkeypatch)
     assert verdict is Verdict.FAIL
@@ -570,3 +594,31 @@ def test_no_thread_is_given_the_stack_of_an_ended_one(monkeypatch: pytest.Monkey
     sizes = asked[::2]
     assert sizes == sorted(set(sizes))
     assert len(sizes) == 3
+
+
+def test_a_sweep_leaves_zeros_where_an_operation_will_run_and_each_operation_runs_below_it() -> None:
+    seen: dict[str, int] = {}
+
+    def dirty_words() -> int:
+        end = (stack.frame_address() - stack._KEPT_BYTES) & -mmap.PAGESIZE
+        return sum(map(bool, ctypes.string_at(end - (32 << 10), 32 << 10)))
+
+    def run() -> None:
+        stack._below(stack.frame_address() - (128 << 10), lambda: None)  # its frames leave words behind
+        seen["before"] = dirty_words()
+        swept = stack._sweep()
+        seen["after"] = dirty_words()
+        seen["below"] = swept - stack._below(swept, stack.frame_address)
+
+    on_fresh_stack(torch.device("cpu"), run, sweep=False)
+    assert seen["before"] > 0
+    assert seen["after"] == 0
+    assert seen["below"] > 0
+
+
+def test_swept_operations_compute_and_raise_as_others_do() -> None:
+    numbers = torch.arange(6).reshape(2, 3)
+    swept = on_fresh_stack(torch.device("cpu"), lambda: (numbers.sum(1), torch.cat([numbers, numbers])))
+    assert [part.tolist() for part in swept] == [[3, 12], [[0, 1, 2], [3, 4, 5], [0, 1, 2], [3, 4, 5]]]
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        on_fresh_stack(torch.device("cpu"), lambda: numbers + torch.zeros(2))
