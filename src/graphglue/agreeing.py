@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from graphglue.capture import Capture, Views
+from graphglue.capture import Capture
 from graphglue.config import RunnerConfig
 from graphglue.core.batch import Batch, Mode
 from graphglue.core.binding import Write
@@ -31,6 +31,7 @@ from graphglue.ranks.facts import RankFacts
 from graphglue.ranks.plan import RankPlan, Role
 from graphglue.registry import Registration
 from graphglue.stepping import Stepper
+from graphglue.units import Views
 
 logger = logging.getLogger("graphglue")
 
@@ -81,7 +82,7 @@ class Agreement:
         self._counts_vary = ranks.planner.sum_len_tolerated  # of one captured bucket
         self._extra = (0,) * getattr(ranks, "num_extra", 0)
         self._entered: RankPlan | None = None  # what the running step was agreed to be
-        stepper.bound, stepper.stand_in = True, self._stand_in_again
+        stepper.bind(self._stand_in_again)
         capture.together = ranks.every
         views.meeting_of = lambda key: ranks.planner.captured_meeting(key.bucket, key.mode, ranks.size)
 
@@ -308,7 +309,7 @@ class Agreement:
 
     def _stand_in(self, plan: RankPlan, forward: bool) -> None:
         """Join the other ranks' step with no rows, so that none of them waits for this one in a collective."""
-        if not forward or not self._stepper.runs(plan.forward):
+        if not forward or not self._stepper.forwards.runs(plan.forward):
             return
         batch = Batch.idle(plan.mode, self._arena.space.variants[0])
         try:

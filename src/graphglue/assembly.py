@@ -11,7 +11,7 @@ import torch
 
 from graphglue.audit.certificate import Audited, why_uncertified
 from graphglue.cache import GlueGraphCache
-from graphglue.capture import CaptureHooks, Unit
+from graphglue.capture import CaptureHooks
 from graphglue.compiling import compiled
 from graphglue.config import RunnerConfig
 from graphglue.core.buckets import Ladder
@@ -25,6 +25,7 @@ from graphglue.errors import ConfigError, ContractError
 from graphglue.graphs.base import Recorder
 from graphglue.preps import register_shipped
 from graphglue.registry import Registration, Registry
+from graphglue.units import Unit
 
 logger = logging.getLogger("graphglue")
 

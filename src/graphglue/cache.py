@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,30 +13,16 @@ import torch
 from graphglue.core import trees
 from graphglue.core.contract import PrepContract
 from graphglue.core.routing import State
-from graphglue.core.slots import Axis
 from graphglue.core.view import View
 from graphglue.device.base import open_device
+from graphglue.entry import Entry, not_computed
 from graphglue.errors import CaptureError, ClosedError, ContractError
 from graphglue.graphs.base import Recorder, Recording
 from graphglue.graphs.memory import Derived
+from graphglue.graphs.segments import breaks_reached, record_segments
 from graphglue.results import copy_into, moved, owned, storages_of
 
 logger = logging.getLogger("graphglue")
-
-
-@dataclass(slots=True)
-class Entry:
-    """Where one key stands. ``result`` is static: its addresses never change while graphs read it."""
-
-    state: State = State.COLD
-    args: tuple[Any, ...] = ()
-    result: Any = None
-    has_result: bool = False
-    recording: Recording | None = None
-    cause: str | None = None
-    persistent: dict[str, int] = field(default_factory=dict)  # leaves the prep returns as they are: their addresses
-    capture_seconds: float = 0.0
-    num_bytes: int = 0
 
 
 class GlueGraphCache:
@@ -53,6 +39,7 @@ class GlueGraphCache:
         contract: what the prep declares; its declared outputs are checked when a key warms up.
         name: named in errors and logs.
         warmups: real runs before a key is recorded.
+        segmented: split recordings at eager breaks, if any are reached; else these run as plain calls.
         recorded: what is warmed up and recorded instead of the prep (its compiled form).
 
     Example:
@@ -70,13 +57,14 @@ class GlueGraphCache:
         contract: PrepContract | None = None,
         name: str | None = None,
         warmups: int = 2,
+        segmented: bool = False,
         recorded: Callable[..., Any] | None = None,
     ) -> None:
         self.name = name or (contract.name if contract and contract.name else getattr(prep, "__name__", "prep"))
         self.contract = contract
         self._prep, self._recorded_prep = prep, recorded or prep
         self._recorder = recorder or open_device(device).recorder()
-        self._warmups = max(1, warmups)
+        self._warmups, self._segmented = max(1, warmups), segmented
         self._entries: dict[Hashable, Entry] = {}
         self._derived: list[Derived] = []  # what first warm-ups computed from slots
         self._closed = False
@@ -109,6 +97,11 @@ class GlueGraphCache:
     def result(self, key: Hashable) -> Any:
         """Give a key's static result, None while it is COLD."""
         return self.entry(key).result
+
+    def newest(self, key: Hashable) -> Any:
+        """Give a key's static result with the last values of what the contract calls live."""
+        entry = self.entry(key)
+        return {**entry.result, **entry.live} if entry.live else entry.result
 
     def capture(self, views: Mapping[Hashable, Any]) -> list[Hashable]:
         """Warm up and record every key, in the order given; return those that were recorded.
@@ -164,16 +157,18 @@ class GlueGraphCache:
         Sync: none of its own.
         """
         self._check_open()
-        fresh = self._call(self._prep, args)
+        whole = self._call(self._prep, args)
+        fresh, live = trees.without(whole, self._live, f"prep {self.name!r}")
         entry = self._entries.get(key)
         if entry is None or not entry.has_result:
             trees.check_leaves(fresh, f"prep {self.name!r}")
-            return fresh, None
+            return whole, None
         changed = trees.difference(entry.result, fresh) or moved(entry.persistent, fresh)
         if changed is None:
             copy_into(entry.result, fresh)
-            return entry.result, None
-        return fresh, changed
+            entry.live = live
+            return ({**entry.result, **live} if live else entry.result), None
+        return whole, changed
 
     def warm(self, key: Hashable, *args: Any, live_args: tuple[Any, ...] | None = None, keep: bool = True) -> Any:
         """Run the prep for real; return the key's static result.
@@ -197,10 +192,10 @@ class GlueGraphCache:
             if entry.state is State.COLD and not self._is_compiled and (keep or self._recorder.device.type == "cpu"):
                 # On a GPU a forward is not watched: it may be compiled inside, which a mode would switch off.
                 with Derived(storages_of((*args, *entry.args))) as derived:
-                    fresh = self._call(self._recorded_prep, args)
+                    fresh = self._warmed(entry, args)
                 self._derived.append(derived)
             else:
-                fresh = self._call(self._recorded_prep, args)
+                fresh = self._warmed(entry, args)
             self._check_result(fresh, args)
             if keep:
                 self._keep_result(key, entry, fresh, args)
@@ -213,7 +208,24 @@ class GlueGraphCache:
             entry.state = State.WARM
         return entry.result
 
-    def record(self, key: Hashable, *args: Any, strict: bool = True) -> bool:
+    def _warmed(self, entry: Entry, args: tuple[Any, ...]) -> Any:
+        """Run for real; note the breaks that are reached, and set aside what is live."""
+        results = []
+        if self._segmented:
+            entry.breaks = breaks_reached(lambda: results.append(self._call(self._recorded_prep, args)))
+        else:
+            results.append(self._call(self._recorded_prep, args))
+        fresh, entry.live = trees.without(results[0], self._live, f"prep {self.name!r}")
+        return fresh
+
+    def record(
+        self,
+        key: Hashable,
+        *args: Any,
+        strict: bool = True,
+        during: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        barrier: Callable[[], None] | None = None,
+    ) -> bool:
         """Record a warm key; tell whether it worked. A failure quarantines the key.
 
         Must run inside the recorder's session, after ``finish()``. A new recording brings a new
@@ -223,6 +235,7 @@ class GlueGraphCache:
             key: the key.
             args: what to record with; what the key warmed up with by default.
             strict: see ``Recorder.record``.
+            during, barrier: see ``record_segments``.
         """
         self._check_open()
         entry = self._entries[key]
@@ -230,9 +243,16 @@ class GlueGraphCache:
             return entry.state is State.CAPTURED
         begin, entry.args = time.perf_counter(), args or entry.args
         try:
-            recording = self._recorder.record(lambda: self._recorded(entry.args), strict=strict)
+            if entry.breaks:
+                recording: Recording = record_segments(
+                    self._recorder, lambda: self._recorded(entry.args), strict=strict,
+                    like=entry.breaks, during=during, barrier=barrier,
+                )  # fmt: skip
+            else:
+                recording = self._recorder.record(lambda: self._recorded(entry.args), strict=strict)
             changed = trees.difference(entry.result, recording.outputs) if entry.has_result else None
-            changed = changed or self._not_computed(entry, recording)
+            self._derived = [noted for noted in self._derived if noted.kept()]  # what was dropped is no memo
+            changed = changed or not_computed(recording, entry, self.contract, self._derived)
             if changed:
                 recording.close()
                 raise CaptureError(f"{self.name!r} at {key}: recorded another result than it warmed up to: {changed}")
@@ -295,6 +315,10 @@ class GlueGraphCache:
         self._closed = True
 
     @property
+    def _live(self) -> tuple[str, ...]:
+        return () if self.contract is None else self.contract.live
+
+    @property
     def _is_compiled(self) -> bool:
         return self.contract is not None and self.contract.compile
 
@@ -308,40 +332,6 @@ class GlueGraphCache:
         own = [arg.fresh() if isinstance(arg, View) else trees.map_tensors(detach, arg) for arg in args]
         with torch.no_grad():
             return prep(*own)
-
-    def _not_computed(self, entry: Entry, recording: Recording) -> str | None:
-        """Name a leaf that no recorded operation computes: replays would return what it held at capture.
-
-        A persistent buffer or a constant that the prep returns as it is, is fine where it is not declared
-        to have a row for each token or request; what it memoised of the
-        slots when it warmed up, or computed in another thread, is not.
-        """
-        # An engine's own recorder may not look at what it records.
-        computes: Any = getattr(recording, "computes", lambda leaf: None)
-        reads: set[int] = getattr(recording, "reads", set())
-        self._derived = [noted for noted in self._derived if noted.kept()]  # what was dropped is no memo
-        derived: set[int] = set().union(*(noted.kept() for noted in self._derived))
-        advice = "compute it anew in every call, or make it before the runner is captured"
-        if reads & derived:
-            return f"what was recorded reads memory that a warm-up computed from slots, a memoised result; {advice}"
-        named = trees.named_leaves(recording.outputs)
-        warmed = trees.flatten(entry.result)[0] if entry.has_result else [None] * len(named)
-        for (name, leaf), before in zip(named, warmed):
-            if not isinstance(leaf, torch.Tensor) or leaf.numel() == 0:
-                continue
-            storage, computed = leaf.untyped_storage().data_ptr(), computes(leaf)
-            if computed or (computed is None and storage not in derived):
-                continue
-            kept = isinstance(before, torch.Tensor) and storage == before.untyped_storage().data_ptr()
-            rows = self.contract is not None and self.contract.outputs.get(name, Axis.FIXED) is not Axis.FIXED
-            if rows or storage in derived or (entry.has_result and not kept):
-                return (
-                    f"leaf {name!r} is not computed by what was recorded: it was memoised, or made by another thread; "
-                    f"{advice}"
-                )
-            if kept:
-                entry.persistent[name] = leaf.data_ptr()
-        return None
 
     def _keep_result(self, key: Hashable, entry: Entry, fresh: Any, args: tuple[Any, ...]) -> None:
         if not entry.has_result:

@@ -13,16 +13,17 @@ import torch
 from tqdm import tqdm
 
 from graphglue.cache import GlueGraphCache
-from graphglue.core.contract import GENERIC, PrepContract
 from graphglue.core.keys import Key
-from graphglue.core.routing import PrepFacts, Route, State
+from graphglue.core.live import Live
+from graphglue.core.routing import State
 from graphglue.core.view import View
 from graphglue.device.arena import Arena
 from graphglue.device.base import Launch, Reads
 from graphglue.errors import CaptureError, ContractError
-from graphglue.graphs.base import Recorder
-from graphglue.registry import Registration
+from graphglue.graphs.base import Recorder, Recording
+from graphglue.graphs.segments import SegmentedRecording
 from graphglue.step import Outputs
+from graphglue.units import Unit, Views
 
 logger = logging.getLogger("graphglue")
 
@@ -37,101 +38,34 @@ class CaptureHooks:
         key: ``key(key)`` gives a context manager around the recording of each key.
         pool: the engine's own memory pool.
         stream: the engine's own capture stream.
+        barrier: called before each eager break runs while a forward is recorded in segments, so that ranks meet.
     """
 
     session: Callable[[], AbstractContextManager[Any]] | None = None
     key: Callable[[Key], AbstractContextManager[Any]] | None = None
     pool: Any = None
     stream: Any = None
+    barrier: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """The launch of one key, the outputs it computes, and whether the forward is part of it."""
+    """The launch of one key.
+
+    Attributes:
+        outputs: what its forward computes.
+        has_forward: the forward is part of it, or follows it in segments.
+        fallback: why something of it is launched apart; empty if nothing is.
+        segments: a forward with eager breaks.
+        leads: the first of the segments is part of it.
+    """
 
     launch: Launch
     outputs: Any
     has_forward: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """One prep of a runner: what was registered, where it is recorded, what the config says of it."""
-
-    registration: Registration
-    cache: GlueGraphCache
-    glue: str
-    generic_glue: bool
-    certified: bool | None
-
-    @property
-    def name(self) -> str:
-        """The prep's name."""
-        return self.registration.name
-
-    @property
-    def declared(self) -> PrepContract:
-        """The contract, or what a prep without one counts as."""
-        return self.registration.contract or GENERIC
-
-    def facts(self, key: Key) -> PrepFacts:
-        """Give what the router knows of this prep at a key."""
-        return PrepFacts(
-            self.registration.contract, self.cache.state(key), self.glue, self.generic_glue, self.certified
-        )
-
-    def run(self, route: Route, key: Key, view: View) -> tuple[Any, str | None]:
-        """Run the prep on its route; return its metadata, and how it differs from what a graph reads."""
-        if route is Route.GLUE:
-            return self.cache.replay(key), None
-        if route is Route.SKIP:
-            return self.cache.result(key), None
-        return self.cache.eager(key, view)
-
-    def may_glue(self, key: Key, ragged: bool) -> bool:
-        """Tell whether any step at this key could be glued, so that recording it is of use."""
-        declared = self.declared
-        allowed = self.registration.contract is not None or self.generic_glue
-        fits = key.mode in declared.modes and (declared.ragged or not ragged)
-        return allowed and declared.host_free and self.glue != "off" and self.certified is not False and fits
-
-
-_MAX_VIEWS = 4096
-
-
-class Views:
-    """Build and keep the views of each key: one per prep, and the forward's."""
-
-    def __init__(self, arena: Arena, tables: dict[str, torch.Tensor], units: Sequence[Unit]) -> None:
-        self._arena, self._tables, self._units = arena, tables, units
-        self._kept: dict[Key, tuple[list[View], View]] = {}
-        self.meeting_of: Callable[[Key], Any] = lambda key: None  # how the rows of all ranks meet at a captured key
-
-    def of(self, key: Key) -> tuple[list[View], View]:
-        """Give the preps' views and the forward's view over the static slots at a key."""
-        found = self._kept.get(key)
-        if found is None:
-            found = self.over(self._arena.targets(key.bucket), key)
-            if len(self._kept) < _MAX_VIEWS:  # an engine may hand in any number of variants
-                self._kept[key] = found
-        return found
-
-    def over(self, slots: dict[str, torch.Tensor], key: Key, meeting: Any = None) -> tuple[list[View], View]:
-        """Build the views over other tensors than the static slots; ``meeting`` is that of ranks in an eager step."""
-        meeting = self.meeting_of(key) if meeting is None else meeting
-        forward = View(slots, self._tables, key.bucket, key.mode, key.variant, "the forward", meeting)
-        return [self.prep_view(unit, slots, self._tables, key) for unit in self._units], forward
-
-    def prep_view(self, unit: Unit, slots: dict[str, torch.Tensor], tables: dict[str, torch.Tensor], key: Key) -> View:
-        """Build a prep's view: its declared reads and tables only."""
-        contract = unit.registration.contract
-        reads = slots if contract is None else {name: slots[name] for name in contract.reads}
-        seen = tables if contract is None else {name: tables[name] for name in contract.tables}
-        return View(reads, seen, key.bucket, key.mode, key.variant, f"prep {unit.name!r}")
-
-    def clear(self) -> None:
-        """Forget all views; a table was replaced."""
-        self._kept.clear()
+    fallback: str = ""
+    segments: SegmentedRecording | None = None
+    leads: bool = False
 
 
 class Capture:
@@ -276,7 +210,9 @@ class Capture:
     def _warm_forward(self, forward: GlueGraphCache, key: Key) -> None:
         failed = [unit for unit in self._units if not unit.cache.has_result(key)]
         if self.together(not failed):  # else one rank would wait in a collective of the forward for the others
-            forward.warm(key, self._views.of(key)[1], self.metadata(key), keep=False)
+            view = self._views.of(key)[1]
+            with view.showing.on(self._live(key)):
+                forward.warm(key, view, self.metadata(key), keep=False)
         elif failed:
             cause = failed[0].cache.cause(key)
             forward.quarantine(key, f"prep {failed[0].name!r} gave it no metadata: {cause}")
@@ -315,7 +251,10 @@ class Capture:
         if self._forward is not None and self._forward.state(key) is State.WARM:
             _, view = self._views.of(key)
             # The forward is the engine's own code, compiled inside for all we know: not strict.
-            self._forward.record(key, view, self.metadata(key), strict=False)
+            self._forward.record(
+                key, view, self.metadata(key), strict=False,
+                during=lambda: view.showing.on(self._live(key)), barrier=self._hooks.barrier,
+            )  # fmt: skip
         self.compose(key)
 
     def adopt(self, key: Key, random: bool) -> None:
@@ -333,6 +272,9 @@ class Capture:
             return
         random, cache = self._random.get(key), self._forward or self.adopted
         forward = cache.entry(key).recording if cache is not None and cache.state(key) is State.CAPTURED else None
+        if isinstance(forward, SegmentedRecording):
+            self._compose_segments(key, preps, forward, random)
+            return
         if forward is None and random == "forward":
             random = None
         elif random == "forward" and (own := self._forward) is not None:
@@ -341,23 +283,58 @@ class Capture:
         device, fill = self._arena.device, self._arena.fill_of(key.bucket)
         launch = device.compose(fill, preps, forward, random, self._reads)
         self.drop_launches([key])
-        self.launches[key] = Composed(launch, None if forward is None else forward.outputs, forward is not None)
+        outputs = None if forward is None else forward.outputs
+        self.launches[key] = Composed(launch, outputs, forward is not None, launch.fallback or "")
 
-    def check_outputs(self, key: Key, axes: Mapping[str, str] | str | None, contain: bool) -> None:
-        """Hold a captured forward's outputs against the declared axes."""
+    def _compose_segments(
+        self, key: Key, preps: list[Recording], forward: SegmentedRecording, random: str | None
+    ) -> None:
+        """Join the fill and the preps with a forward's first segment; the others follow that launch one by one."""
+        first, apart = forward.first, ""
+        if random == "forward":
+            first, random = None, None
+            apart = "a forward in segments draws random numbers, which only its own replay advances"
+        launch = self._arena.device.compose(self._arena.fill_of(key.bucket), preps, first, random, self._reads)
+        self.drop_launches([key])
+        fallback, leads = launch.fallback or apart, first is not None
+        self.launches[key] = Composed(launch, forward.outputs, True, fallback, forward, leads)
+
+    def check_forward(self, key: Key, axes: Mapping[str, str] | str | None, contain: bool) -> None:
+        """Hold a captured forward against the declared axes, and its breaks against the rows and the contracts."""
         if self._forward is None or self._forward.state(key) is not State.CAPTURED:
             return
         try:
             Outputs(self._forward.result(key), axes, key.bucket)
+            self._check_breaks(key, self._forward.entry(key).recording)
         except ContractError as error:
             if not contain:
                 raise
             self.drop_launches([key])
             self._forward.quarantine(key, str(error))
 
+    def _check_breaks(self, key: Key, recording: Recording | SegmentedRecording | None) -> None:
+        segments = recording if isinstance(recording, SegmentedRecording) else None
+        if segments is not None and segments.rows not in (None, key.tokens):
+            raise ContractError(
+                f"the forward's eager breaks have row-aligned arguments of {segments.rows} rows, but {key.bucket} has "
+                f"{key.tokens} tokens, and the real rows of a step are its tokens; align arguments with a row per token"
+            )
+        skipping = [unit.name for unit in self._units if unit.declared.idle == "skip"]
+        if skipping and (segments is None or segments.unaligned):
+            seen = "has no eager breaks" if segments is None else f"has breaks {list(segments.unaligned)} on all rows"
+            raise ContractError(
+                f"prep {skipping[0]!r} declares idle='skip', but the forward {seen}: an IDLE replay would read through "
+                "the last step's metadata; mark what reads it with eager_break(row_aligned=...), or use idle='eager'"
+            )
+
     def metadata(self, key: Key) -> Any:
         """Give a key's static metadata, as the forward sees it."""
         return self._join([unit.cache.result(key) for unit in self._units])
+
+    def _live(self, key: Key) -> Live:
+        """Show eager breaks a step that fills its bucket."""
+        newest = self._join([unit.cache.newest(key) for unit in self._units])
+        return self._views.live(self._arena.targets(key.bucket), key.bucket, newest)
 
     def _may_glue(self, unit: Unit, key: Key) -> bool:
         return unit.may_glue(key, ragged=key.row_tokens == 0 and not self._arena.space.counts_tokens)
@@ -383,4 +360,15 @@ def key_stats(key: Key, caches: Iterable[GlueGraphCache]) -> dict[str, Any]:
         "causes": {name: entry.cause for name, entry in entries.items() if entry.cause},
         "capture_seconds": sum(entry.capture_seconds for entry in entries.values()),
         "num_bytes": sum(entry.num_bytes for entry in entries.values()),
+        "segments": [part for entry in entries.values() for part in _segment_stats(entry.recording)],
     }
+
+
+def _segment_stats(recording: Any) -> list[dict[str, Any]]:
+    """Give each segment's memory, and the break that ends it; the last one ends the forward."""
+    if not isinstance(recording, SegmentedRecording):
+        return []
+    return [
+        {"break": name, "num_bytes": num_bytes}
+        for name, num_bytes in zip((*recording.breaks, None), recording.segment_bytes)
+    ]

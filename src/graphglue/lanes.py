@@ -12,6 +12,7 @@ from typing import Any
 
 from graphglue.core import trees
 from graphglue.core.buckets import Bucket
+from graphglue.core.live import Live
 from graphglue.core.routing import Decision, StepFacts
 from graphglue.core.view import View
 from graphglue.device.base import Fill, Launch, Take
@@ -31,6 +32,8 @@ class Lane:
         known: what takes in sources like those of the last steps without binding them.
         outputs, metadata: the static results, narrowed; None where they are fresh each time.
         tally: counts the steps.
+        segments, leads: a forward with eager breaks; whether the launch holds the first of its segments.
+        live: what its breaks see of the step.
         whole: runs the step where it is one launch and nothing else; gives metadata, outputs, decision, view.
         shadow: counts and samples the steps; None where no prep is glued, or the config does not ask for it.
         young: the first steps of the key are not over.
@@ -51,6 +54,9 @@ class Lane:
     known: list[Take] = field(default_factory=list)
     outputs: trees.Packed | None = None
     metadata: trees.Packed | None = None
+    segments: Any = None
+    leads: bool = False
+    live: Live | None = None
     whole: Callable[[], tuple[Any, Any, Decision, View]] | None = None
     shadow: Any = None
     young: bool = False

@@ -19,7 +19,7 @@ from graphglue.assembly import (
     resolve_preps,
 )
 from graphglue.cache import GlueGraphCache
-from graphglue.capture import Capture, CaptureHooks, Views, key_stats
+from graphglue.capture import Capture, CaptureHooks, key_stats
 from graphglue.config import RunnerConfig
 from graphglue.core.batch import Batch
 from graphglue.core.buckets import Bucket, Ladder
@@ -38,6 +38,7 @@ from graphglue.registry import Prep, Registration, Registry
 from graphglue.step import Outputs, Prepared, Step, checked_axes
 from graphglue.stepping import Stepper
 from graphglue.turn import Turn, in_use
+from graphglue.units import Views
 
 
 class Runner:
@@ -100,7 +101,9 @@ class Runner:
         tensors = self._tables.tensors
         self._units = [build_unit(one, recorder, self.config, self.arena, tensors) for one in registrations]
         self._reads = read_events(self.arena.device, self._units) if self.config.events else None
-        self._forward = None if forward is None else GlueGraphCache(forward, recorder=recorder, name="forward")
+        self._forward = None if forward is None else GlueGraphCache(
+            forward, recorder=recorder, name="forward", segmented=True,
+        )  # fmt: skip
         self._views = Views(self.arena, self._tables.tensors, self._units)
         self._capture = Capture(
             self.arena, self._units, self._forward, self._views, self._tables.tensors, recorder, hooks,
@@ -251,10 +254,11 @@ class Runner:
             bucket = self.space.bucket(self.space.sizes_of([bucket])[0])
             recording = self.arena.device.adopt(graph, outputs)
             Outputs(outputs, self._output_axes, bucket)  # checks the declared axes
-            if self._stepper.forward is None:
-                self._stepper.forward = self._capture.adopted = GlueGraphCache(_engine_forward, name="forward")
+            if (adopted := self._stepper.forwards.cache) is None:
+                adopted = GlueGraphCache(_engine_forward, name="forward")
+                self._stepper.forwards.cache = self._capture.adopted = adopted
             key = self.space.key(self.space.modes[0], bucket, variant)
-            self._stepper.forward.adopt(key, recording)
+            adopted.adopt(key, recording)
             self._capture.adopt(key, random)
             self._stepper.forget()
 
@@ -346,7 +350,7 @@ class Runner:
             self._stepper.forget()
             recorded = self._capture.run(tuple(keys), progress, contain=repair)
             for key in recorded:
-                self._capture.check_outputs(key, self._output_axes, contain=repair)
+                self._capture.check_forward(key, self._output_axes, contain=repair)
         except BaseException:  # a broken declaration or an interrupt: no key is left half captured
             self._drop_keys(keys if repair else None)
             raise

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from graphglue.cache import GlueGraphCache
-from graphglue.capture import Capture, Unit, Views
+from graphglue.capture import Capture
 from graphglue.config import RunnerConfig
 from graphglue.core import trees
 from graphglue.core.batch import Batch, Mode, extents_of
@@ -21,10 +21,11 @@ from graphglue.core.view import View
 from graphglue.device.arena import Arena, over_capacity
 from graphglue.device.base import Reads
 from graphglue.errors import BindError, ContractError
+from graphglue.forwards import Forwards
 from graphglue.lanes import Lane, Lanes
 from graphglue.ledger import Ledger
-from graphglue.results import copy_into
 from graphglue.step import Outputs
+from graphglue.units import Unit, Views
 
 if TYPE_CHECKING:
     from graphglue.audit.shadow import ShadowCheck
@@ -50,8 +51,8 @@ class Stepper:
         join: Callable[[list[Any]], Any],
         reads: Reads | None,
     ) -> None:
-        self._arena, self._units, self._run_forward = arena, list(units), run_forward
-        self.forward = forward  # the recorded forwards, or those that the engine captured itself
+        self._arena, self._units = arena, list(units)
+        self.forwards = Forwards(forward, run_forward, views, capture, output_axes)
         self._views, self._capture, self._output_axes, self._config = views, capture, output_axes, config
         self._join = join
         self._plans = [unit for unit in units if unit.registration.plan is not None]
@@ -60,7 +61,7 @@ class Stepper:
         self._tables_until_forward = reads is not None and reads.tables_until_forward
         self._lanes = Lanes()
         self.ledger = Ledger()
-        self.bound = False  # by what the ranks agreed: no forward changes its route any more
+        self.bound = False
         self.stand_in: Callable[[], None] | None = None  # joins the other ranks' eager step without rows
         self._late: Exception | None = None  # raised when the step has ended
         self.shadow = self._open_shadow(config)
@@ -71,9 +72,19 @@ class Stepper:
         """Whether some backend's host planner runs at every step."""
         return bool(self._plans)
 
-    def runs(self, forward: Route) -> bool:
-        """Tell whether a step whose forward takes this route runs it here, and not in the engine."""
-        return self._run_forward is not None or (forward is Route.GRAPH and self.forward is not None)
+    @property
+    def forward(self) -> GlueGraphCache | None:
+        """The recorded forwards, or those that the engine captured itself."""
+        return self.forwards.cache
+
+    def bind(self, stand_in: Callable[[], None]) -> None:
+        """Go by what ranks agreed: no forward changes its route any more, and no rank waits for this one in vain.
+
+        Args:
+            stand_in: joins the other ranks' eager step without rows.
+        """
+        self.bound = self.forwards.keep_going = True
+        self.stand_in = stand_in
 
     def forget(self, anew: bool = False) -> None:
         """Forget all decisions: the state of a key changed; ``anew`` where every key was dropped."""
@@ -157,7 +168,7 @@ class Stepper:
             if take(batch.sources):
                 return None
         scratch = lane.facts.beyond
-        if scratch and (self._run_forward is None or not forward_needed):
+        if scratch and (self.forwards.python is None or not forward_needed):
             raise over_capacity(lane.raw, self._arena.space)
         sources = self._planned(lane, batch) if self._plans else batch.sources
         writes = self._arena.bind(sources, lane.raw, lane.decision.key.bucket, lane.rank_counts, scratch)
@@ -204,7 +215,7 @@ class Stepper:
         try:
             views, forward_view = self._fill(lane, writes)
             self._record_read("sources", True)
-            metadata, decision = self._run_preps(lane.decision, views, twin)
+            metadata, given, decision = self._run_preps(lane.decision, views, twin)
         except Exception:
             if forward and self.bound:
                 self._keep_company(lane)
@@ -212,62 +223,76 @@ class Stepper:
         self._record_read("tables", not self._tables_until_forward)
         if twin is not None and self.shadow is not None:
             self.shadow.check(twin)
-        outputs = self._run_model(lane, decision, forward_view, metadata) if forward else None
+        outputs = self.forwards.outputs(lane, decision, forward_view, given, metadata) if forward else None
         self._record_read("tables", self._tables_until_forward)
         by_parts = SAMPLED if twin is not None and lane.launch is not None else None
         as_decided = decision is lane.decision and by_parts is None
         tally = lane.tally if as_decided else self.ledger.tally(decision, lane.facts.exact, by_parts)
         self.ledger.note(tally, decision, lane.raw)
+        self._raise_late()
+        return self._handed_out(metadata), self._handed_out(outputs), decision, forward_view
+
+    def _raise_late(self) -> None:
         if self._late is not None:
             late, self._late = self._late, None
             raise late
-        return self._handed_out(metadata), self._handed_out(outputs), decision, forward_view
 
     def _keep_company(self, lane: Lane) -> None:
         """Run what was agreed though a prep raised: the other ranks are in its collectives, and wait."""
         if lane.decision.forward is Route.GRAPH and self.forward is not None:
-            self.forward.replay(lane.decision.key)
-        elif self._run_forward is not None and self.stand_in is not None:
+            self.forwards.replay(lane, self._capture.metadata(lane.decision.key))
+        elif self.forwards.python is not None and self.stand_in is not None:
             self.stand_in()
 
     def _whole(self, lane: Lane) -> Callable[[], tuple[Any, Any, Decision, View]]:
-        """Build the run of a step that is one launch and nothing else.
+        """Build the run of a step that is one launch, or one launch and the segments behind it, and nothing else.
 
         It does what ``_run_launch`` does, in one call: right after a wait for the device the host's caches
         are cold, and every Python function in the way costs about a microsecond.
         """
-        assert lane.launch is not None
-        assert lane.metadata is not None
-        assert lane.outputs is not None
-        assert lane.forward_view is not None
-        launch, tally, decision, view, raw = lane.launch, lane.tally, lane.decision, lane.forward_view, lane.raw
-        metadata_of, outputs_of, note = lane.metadata.tree, lane.outputs.tree, self.ledger.note
+        launch, metadata, outputs, view = lane.launch, lane.metadata, lane.outputs, lane.forward_view
+        assert launch is not None and metadata is not None and outputs is not None and view is not None  # noqa: PT018
+        tally, decision, raw = lane.tally, lane.decision, lane.raw
+        metadata_of, outputs_of, note, join = metadata.tree, outputs.tree, self.ledger.note, self.forwards.join
 
         def run() -> tuple[Any, Any, Decision, View]:
             launch.run()
             note(tally, decision, raw)
             return metadata_of(), outputs_of(), decision, view
 
-        return run
+        def run_segments() -> tuple[Any, Any, Decision, View]:
+            join(lane, launch.run)
+            note(tally, decision, raw)
+            return metadata_of(), outputs_of(), decision, view
+
+        return run if lane.segments is None else run_segments
 
     def _run_launch(self, lane: Lane, forward: bool, twin: Twin | None = None) -> tuple[Any, Any, Decision, View]:
         assert lane.launch is not None
         assert lane.metadata is not None
         assert lane.forward_view is not None
-        lane.launch.run()
-        if twin is not None and self.shadow is not None:
-            for position in range(len(self._units)):
-                twin.prepare(position)
-            self.shadow.check(twin)
-        for unit in self._publishers:
-            unit.registration.publish(trees.rebuilt(unit.cache.result(lane.decision.key)))  # type: ignore[misc]
+        launch, key, self._late = lane.launch, lane.decision.key, None
+
+        def begin() -> None:
+            launch.run()
+            if twin is not None and self.shadow is not None:
+                for position in range(len(self._units)):
+                    twin.prepare(position)
+                self.shadow.check(twin)
+            for unit in self._publishers:
+                self._publish(unit, unit.cache.result(key))
+
+        self.forwards.join(lane, begin)
         self.ledger.note(lane.tally, lane.decision, lane.raw)
         metadata = lane.metadata.tree()
         if lane.outputs is not None:
             outputs = lane.outputs.tree()
         else:  # fill and preps were one launch; the forward has no graph
-            outputs = self._run_model(lane, lane.decision, lane.forward_view, metadata) if forward else None
+            run = self.forwards.outputs
+            outputs = run(lane, lane.decision, lane.forward_view, metadata, metadata) if forward else None
+        if lane.outputs is None or lane.segments is not None:
             self._record_read("tables", self._tables_until_forward)
+        self._raise_late()
         if self._config.clone_outputs:
             metadata, outputs = self._handed_out(metadata), self._handed_out(outputs)
         return metadata, outputs, lane.decision, lane.forward_view
@@ -287,12 +312,13 @@ class Stepper:
         # The weakest prep names the decision, so all of them are glued.
         composed = self._capture.launches.get(key) if decision.prep is Route.GLUE else None
         if composed is not None and composed.has_forward is (decision.forward is Route.GRAPH):
-            lane.launch, outputs = composed.launch, composed.outputs
+            lane.launch, lane.leads, outputs = composed.launch, composed.leads, composed.outputs
             lane.metadata = trees.Packed(trees.map_tensors(torch.Tensor.detach, self._capture.metadata(key)))
-            lane.tally = self.ledger.tally(decision, False, lane.launch.fallback or "")
+            lane.tally = self.ledger.tally(decision, False, composed.fallback)
         if decision.forward is Route.GRAPH:
             lane.outputs = trees.Packed(Outputs(outputs, self._output_axes, decision.bucket).real(raw))
-        more = self._publishers or self._config.clone_outputs
+            self.forwards.show(lane, key, self._capture.metadata(key))
+        more = self._publishers or self._config.clone_outputs or (lane.segments and self._tables_until_forward)
         if lane.launch is not None and lane.outputs is not None and not more:
             lane.whole = self._whole(lane)
         if self.shadow is not None:
@@ -328,8 +354,9 @@ class Stepper:
         self._arena.device.fill_once(writes, self._arena.targets(key.bucket))
         return self._views.over(self._arena.targets(key.bucket), key, lane.meeting)
 
-    def _run_preps(self, decision: Decision, views: list[View], twin: Twin | None = None) -> tuple[Any, Decision]:
-        results, changes = [], []
+    def _run_preps(self, decision: Decision, views: list[View], twin: Twin | None = None) -> tuple[Any, Any, Decision]:
+        """Run the preps on their routes; give their metadata, the same as a forward is handed it, and the decision."""
+        results, given, changes = [], [], []
         for position, (unit, view) in enumerate(zip(self._units, views)):
             if twin is not None:
                 twin.prepare(position)
@@ -337,6 +364,7 @@ class Stepper:
             if unit.registration.publish is not None:
                 self._publish(unit, result)
             results.append(trees.rebuilt(result))
+            given.append(trees.without(results[-1], unit.declared.live, unit.name)[0])
             changes.append(changed)
         readable = decision.forward_reason in (None, Reason.NO_FORWARD_GRAPH)
         if readable and any(changes):  # a graph, ours or the engine's, reads the static metadata, which is old now
@@ -344,7 +372,7 @@ class Stepper:
                 self._late = self._late or _changed_alone(next(filter(None, changes)))
             else:
                 decision = replace(decision, forward=Route.EAGER, forward_reason=Reason.METADATA_CHANGED)
-        return self._join(results), decision
+        return self._join(results), self._join(given), decision
 
     def _publish(self, unit: Unit, result: Any) -> None:
         try:
@@ -353,25 +381,6 @@ class Stepper:
             if not self.bound:
                 raise
             self._late = self._late or error  # the other ranks wait in the forward
-
-    def _run_model(self, lane: Lane, decision: Decision, view: View, metadata: Any) -> Any:
-        if decision.forward is Route.GRAPH and self.forward is not None:
-            self.forward.replay(decision.key)
-            if lane.launch is not None:
-                self._mirror_outputs(decision.key)
-            return None if lane.outputs is None else lane.outputs.tree()
-        if self._run_forward is None:
-            return None
-        with torch.no_grad():
-            outputs = self._run_forward(view.fresh(), trees.map_tensors(torch.Tensor.detach, metadata))
-        return Outputs(outputs, self._output_axes, decision.key.bucket).real(lane.raw)
-
-    def _mirror_outputs(self, key: Key) -> None:
-        """Bring outputs to where the launch, left aside for once, would have left them."""
-        assert self.forward is not None
-        usual, outputs = self._capture.launches[key].outputs, self.forward.result(key)
-        if usual is not outputs:  # a forward that draws random numbers is recorded twice
-            copy_into(usual, outputs)
 
     def _open_shadow(self, config: RunnerConfig) -> ShadowCheck | None:
         if config.shadow is None:

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 import graphglue as gg
 from graphglue.audit.bits import Comparison, Shape, read_parting
-from graphglue.capture import Unit
 from graphglue.core import trees
 from graphglue.device.cpu import TorchFill
 from graphglue.testing import strategies as ggst
+from graphglue.units import Unit
 
 from .test_padded_equals_eager import machine_batches, machines
 

@@ -704,7 +704,7 @@ def test_growth_counters_do_not_grow_with_the_extents_of_exact_steps() -> None:
 
 def test_growth_views_do_not_grow_with_the_variants_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine may put an adapter's id into the variant."""
-    monkeypatch.setattr("graphglue.capture._MAX_VIEWS", 5)
+    monkeypatch.setattr("graphglue.units._MAX_VIEWS", 5)
     made = runner(forward=double)
     for variant in range(12):
         assert way(made.replay(batch(variant=variant)))[2] == "not_captured"

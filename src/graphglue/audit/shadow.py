@@ -19,7 +19,7 @@ import torch
 from graphglue.audit.bits import Comparison, Shape
 from graphglue.audit.sample import Mismatch, Sample
 from graphglue.audit.twin import Pair, Twin
-from graphglue.capture import Capture, Unit, Views
+from graphglue.capture import Capture
 from graphglue.config import Shadow
 from graphglue.core.buckets import Bucket
 from graphglue.core.differences import spell_step
@@ -28,6 +28,7 @@ from graphglue.core.routing import Route, State
 from graphglue.device.arena import Arena
 from graphglue.errors import DivergenceError
 from graphglue.lanes import Lane
+from graphglue.units import Unit, Views
 
 logger = logging.getLogger("graphglue")
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphglue.capture import Unit, Views
 from graphglue.core import trees
 from graphglue.core.binding import Write
 from graphglue.core.buckets import Bucket
@@ -23,6 +22,7 @@ from graphglue.core.routing import Decision, Route
 from graphglue.core.slots import Axis
 from graphglue.device.arena import Arena
 from graphglue.results import copy_into, owned
+from graphglue.units import Unit, Views
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 from graphglue.errors import ConfigError
@@ -44,6 +46,30 @@ class Ladder:
         object.__setattr__(self, "sizes", tuple(sorted({_checked_size(size) for size in _iterated(sizes)})))
         if not self.sizes:
             raise ConfigError("ladder []: expected at least one size; give the batch sizes to capture")
+
+    @classmethod
+    def bounded(cls, max_tokens: int, waste: float = 0.125) -> Ladder:
+        """Build the ladder with the fewest sizes that pads every count up to ``max_tokens`` by at most ``waste``.
+
+        Args:
+            max_tokens: the largest size.
+            waste: padded rows over real rows, at most; 0 gives every size.
+
+        Raises:
+            ConfigError: a waste that is no number from 0 up.
+
+        Source: a size s whose next smaller size is p serves the counts p + 1 to s, of which p + 1 wastes most; so
+        the largest size that may follow p is floor((1 + waste) x (p + 1)). Going down from ``max_tokens``, the size
+        before s is the smallest p with s <= (1 + waste) x (p + 1).
+        """
+        if isinstance(waste, bool) or not isinstance(waste, (int, float, Fraction)) or not 0 <= waste < float("inf"):
+            raise ConfigError(f"waste={waste!r}: expected padded rows over real rows, such as 0.125")
+        growth, size = 1 + Fraction(waste), _checked_size(max_tokens)
+        sizes = []
+        while size > 0:
+            sizes.append(size)
+            size = math.ceil(size / growth) - 1
+        return cls(sizes)
 
     @property
     def smallest(self) -> int:

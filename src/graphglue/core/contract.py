@@ -34,6 +34,9 @@ class PrepContract(BaseModel):
         writes: persistent tensors it fills in place, by name.
         effects: tables it changes. Such a prep is never repeated on live tables.
         reads_end: until when tables are read: by the prep, or by the forward.
+        live: keys of the dict it returns whose values change shape, or are no tensors and change, from step to step.
+            Only eager breaks of a segmented forward read them, by ``view.live.metadata``; the forward itself is
+            handed None in their place.
         compile: put the prep through torch.compile before it is captured.
 
     Raises:
@@ -56,6 +59,7 @@ class PrepContract(BaseModel):
     effects: tuple[str, ...] = ()
     reads_end: Literal["prep", "forward"] = "prep"
     compile: bool = False
+    live: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _check_together(self) -> PrepContract:
@@ -66,6 +70,13 @@ class PrepContract(BaseModel):
                 "idle='skip' outside segmented EXTEND: under a full graph an idle replay would read and write "
                 "through the last step's metadata; use idle='eager' or 'glue'"
             )
+        if self.live and self.host_free:
+            raise ValueError(
+                f"live names {list(self.live)}, which no captured prep returns anew; declare host_free=False, or let "
+                "plan() compute them as slots"
+            )
+        if twice := sorted(set(self.live) & set(self.outputs)):
+            raise ValueError(f"outputs and live both name {twice}; a live leaf has no rows at the bucket")
         if unknown := set(self.effects) - set(self.tables):
             raise ValueError(f"effects names {sorted(unknown)}, which tables does not; a changed table is also read")
         return self

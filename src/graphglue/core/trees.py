@@ -73,6 +73,21 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> An
     return pytree.tree_map(lambda leaf: change(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
+def without(tree: Any, keys: Iterable[str], owner: str) -> tuple[Any, dict[str, Any]]:
+    """Put None in the place of a dict's values; give what stood there too.
+
+    Raises:
+        ContractError: the tree is no dict, or has no such keys.
+    """
+    wanted = tuple(keys)
+    if not wanted:
+        return tree, {}
+    if not isinstance(tree, dict) or not tree.keys() >= set(wanted):
+        seen = sorted(map(str, tree)) if isinstance(tree, dict) else type(tree).__name__
+        raise ContractError(f"{owner} declares live={list(wanted)}, keys of the dict it returns, but returned {seen}")
+    return {**tree, **dict.fromkeys(wanted)}, {key: tree[key] for key in wanted}
+
+
 def check_leaves(tree: Any, owner: str) -> None:
     """Refuse leaves that hide what is inside them.
 

@@ -9,6 +9,7 @@ import torch
 
 from graphglue.core.batch import Mode
 from graphglue.core.buckets import Bucket
+from graphglue.core.live import Live, Showing
 from graphglue.errors import ContractError
 
 
@@ -60,6 +61,8 @@ class View(Fields):
         mode: what the step computes.
         variant: the batch's variant; part of the key.
         meeting: how the rows of all ranks meet: padding, counts, rows; None on one rank, and for a prep.
+        live: the running step's real rows, for eager breaks of a forward.
+        showing: what ``live`` shows; shared with the copies of this view.
         tables: the tables, by attribute or name.
     """
 
@@ -68,6 +71,7 @@ class View(Fields):
     mode: Mode
     variant: Any
     meeting: Any
+    showing: Showing
 
     def __init__(
         self,
@@ -78,12 +82,23 @@ class View(Fields):
         variant: Any = None,
         reader: str = "the view's reader",
         meeting: Any = None,
+        showing: Showing | None = None,
     ) -> None:
         super().__init__(slots, reader)
         self.__dict__.update(tables=Fields(tables, reader), bucket=bucket, mode=mode, variant=variant, meeting=meeting)
+        self.__dict__["showing"] = showing or Showing()
+
+    @property
+    def live(self) -> Live:
+        """The running step's real rows, for eager breaks.
+
+        Raises:
+            ContractError: read outside an eager break.
+        """
+        return self.showing.get(self._reader)
 
     def fresh(self) -> View:
         """Build the same view with tensor objects of its own, which its reader may reshape in place."""
         slots = {name: self[name].detach() for name in self}
         tables = {name: self.tables[name].detach() for name in self.tables}
-        return View(slots, tables, self.bucket, self.mode, self.variant, self._reader, self.meeting)
+        return View(slots, tables, self.bucket, self.mode, self.variant, self._reader, self.meeting, self.showing)

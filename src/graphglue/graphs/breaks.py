@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from graphglue.errors import ContractError, DivergenceError, SegmentError
 from graphglue.graphs.ambient import Ambient, without_modes
 from graphglue.graphs.bridges import Bridges, Memory, addresses, allocated
+from graphglue.graphs.cuts import Cuts
 from graphglue.graphs.marks import Mark
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -30,16 +31,34 @@ class _Held(NamedTuple):
     value: Any
     leaves: list[Any] | None
     structure: Any
+    owned: list[bool]
     is_aligned: bool
 
-    def given(self, rows: int | None) -> Any:
-        """Give the argument, narrowed to ``rows`` if it is row-aligned."""
-        if self.leaves is None:
-            return self.value
-        if rows is None or not self.is_aligned:
-            return pytree.tree_unflatten(self.leaves, self.structure)
-        leaves = [leaf[:rows] if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
-        return pytree.tree_unflatten(leaves, self.structure)
+    def given(self) -> Any:
+        """Give the argument with all its rows."""
+        return self.value if self.leaves is None else pytree.tree_unflatten(self.leaves, self.structure)
+
+    def places(self, cuts: Cuts) -> list[int | None]:
+        """Take the tensors of a row-aligned argument in, to be cut."""
+        pairs = zip(self.leaves or (), self.owned)
+        return [cuts.place(leaf, mine) if isinstance(leaf, torch.Tensor) else None for leaf, mine in pairs]
+
+
+class _Aligned(NamedTuple):
+    """One row-aligned argument: where it stands in a call, and where what is cut of it stands in ``Cuts``."""
+
+    key: int | str
+    held: _Held
+    places: list[int | None]
+    is_bare: bool
+
+    def cut(self, cuts: Cuts, rows: int) -> Any:
+        """Give the argument with its real rows."""
+        if self.is_bare and self.places[0] is not None:
+            return cuts.head(self.places[0], rows)
+        pairs = zip(self.places, self.held.leaves or ())
+        leaves = [leaf if place is None else cuts.head(place, rows) for place, leaf in pairs]
+        return pytree.tree_unflatten(leaves, self.held.structure)
 
 
 class Break:
@@ -61,7 +80,6 @@ class Break:
         self._bound, self._memory = bound, memory
         self._held = [self._hold(name, value) for name, value in bound.arguments.items()]
         self.rows = self._count_rows()
-        self._narrowed: tuple[int | None, Arguments] | None = None
         self._bridges: Bridges | None = None
 
     def __str__(self) -> str:
@@ -74,9 +92,9 @@ class Break:
         owned = [isinstance(leaf, torch.Tensor) and self._memory.owns(leaf) for leaf in leaves]
         aligned = name in self.mark.row_aligned
         if not any(owned) and not aligned:
-            return _Held(name, value, None, None, False)
+            return _Held(name, value, None, None, [], False)
         kept = [self._memory.alias(leaf) if mine else leaf for leaf, mine in zip(leaves, owned)]
-        return _Held(name, None, kept, structure, aligned)
+        return _Held(name, None, kept, structure, owned, aligned)
 
     def _count_rows(self) -> int | None:
         found: dict[str, int] = {}
@@ -118,6 +136,26 @@ class Break:
         if self._bridges is not None:
             self._bridges.settle()
 
+    def join(self, cuts: Cuts) -> None:
+        """Get ready for replays, with what the breaks of one recording cut together."""
+        bound = inspect.BoundArguments(self.mark.signature, {})  # type: ignore[arg-type]  # filled below
+        for held in self._held:
+            bound.arguments[held.name] = held.given()
+        self._cuts, self._whole, self._given = cuts, (bound.args, bound.kwargs), (None, (bound.args, bound.kwargs))
+        order = list(self.mark.signature.parameters)
+        self._cut = [
+            _Aligned(
+                held.name if held.name in bound.kwargs else order.index(held.name),
+                held,
+                held.places(cuts),
+                held.structure.is_leaf(),
+            )
+            for held in self._held
+            if held.is_aligned
+        ]
+        if self._bridges is not None:
+            self._bridges.join(cuts)
+
     def run(self, real_rows: int | None, check: bool = False) -> None:
         """Call the function and bring its result into the bridges, on the caller's current stream.
 
@@ -128,8 +166,7 @@ class Break:
         Sync: none of its own; the device with ``check``.
         """
         rows = real_rows if real_rows != self.rows and self.rows is not None else None
-        narrowed = self._narrowed
-        args, kwargs = narrowed[1] if narrowed is not None and narrowed[0] == rows else self._arguments(rows)
+        args, kwargs = self._given[1] if self._given[0] == rows else self._arguments(rows)
         try:
             if check and rows is not None:
                 with self._watched(rows):
@@ -140,18 +177,21 @@ class Break:
             raise
         except Exception as error:
             raise SegmentError(
-                f"{self} raised {error!r} while a recording was replayed; later segments did not run, and the "
-                "next replay starts from the first"
+                f"{self} raised {error!r} while a recording was replayed; what the replay computed is void, and the "
+                "next one starts from the first segment"
             ) from error
         self._accept(fresh, rows)
 
     def _arguments(self, rows: int | None) -> Arguments:
         """Build what the function is called with, and keep it for replays with as many real rows."""
-        bound = inspect.BoundArguments(self.mark.signature, {})
-        for held in self._held:
-            bound.arguments[held.name] = held.given(rows)
-        self._narrowed = rows, (bound.args, bound.kwargs)
-        return self._narrowed[1]
+        args, kwargs = self._whole
+        if rows is not None:
+            changed: Any = [*args], {**kwargs}
+            for one in self._cut:
+                changed[isinstance(one.key, str)][one.key] = one.cut(self._cuts, rows)
+            args, kwargs = tuple(changed[0]), changed[1]
+        self._given = rows, (args, kwargs)
+        return self._given[1]
 
     @contextmanager
     def _watched(self, rows: int) -> Iterator[None]:

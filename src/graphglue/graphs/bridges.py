@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from graphglue.core import trees
 from graphglue.errors import ContractError, DivergenceError
+from graphglue.graphs.cuts import Cuts
 from graphglue.graphs.memory import place, plain
 
 _ALIGNMENT_BYTES = 16

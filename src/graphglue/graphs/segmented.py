@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ class SegmentedRecording:
         breaks: the names of its breaks, in order.
         segments: the recorded segments, one more than breaks; an empty one is not launched.
         rows: the padded rows of row-aligned breaks; None if there are none.
+        unaligned: the names of breaks without row-aligned arguments, which run on padded rows too.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class SegmentedRecording:
     ) -> None:
         self.segments, self.breaks = tuple(segments), tuple(step.mark.name for step in breaks)
         self.pool, self.num_bytes = pool, sum(segment.num_bytes for segment in segments)
+        self.unaligned = tuple(step.mark.name for step in breaks if step.rows is None)
         self.rows = next((step.rows for step in breaks if step.rows is not None), None)
         self._outputs = segments[-1].outputs
         self._first, self._last = launches[0], launches[-1] if breaks else None
@@ -70,7 +72,12 @@ class SegmentedRecording:
         return True if any(segment.computes(tensor) for segment in self.segments) else None
 
     def replay(
-        self, real_rows: int | None = None, *, lead: Callable[[], None] | None = None, check: bool = False
+        self,
+        real_rows: int | None = None,
+        *,
+        lead: Callable[[], None] | None = None,
+        check: bool = False,
+        keep_going: bool = False,
     ) -> None:
         """Run segments and breaks in order on the caller's current stream.
 
@@ -78,6 +85,7 @@ class SegmentedRecording:
             real_rows: how many rows row-aligned breaks see; all by default.
             lead: launched instead of the first segment: a launch that holds the fill, the preps and ``first``.
             check: also compare the padded rows of row-aligned arguments before and after each break.
+            keep_going: run what follows a break that raised, because other ranks wait in it; then raise its error.
 
         Raises:
             BindError: more real rows than were recorded; nothing ran.
@@ -96,16 +104,21 @@ class SegmentedRecording:
             with ExitStack() as stack:
                 if self._ambient is not None:
                     stack.enter_context(self._ambient.on())
+                raised: Exception | None = None
                 for launch, step in breaks:
                     if launch is not None:
                         launch()
-                    if self._ambient is not None:
-                        step.run(real_rows, check)
-                    else:
-                        with step.ambient.on():
+                    try:
+                        with nullcontext() if self._ambient is not None else step.ambient.on():
                             step.run(real_rows, check)
+                    except Exception as error:
+                        if not keep_going:
+                            raise
+                        raised = raised or error
             if self._last is not None:
                 self._last()
+        if raised is not None:
+            raise raised
 
     def follow(self, run: Callable[[], Any]) -> None:
         """Call ``run`` eagerly and compare the breaks it reaches with those recorded.

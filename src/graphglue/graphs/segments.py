@@ -16,7 +16,7 @@ overwrites what later segments read.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -81,6 +81,7 @@ def record_segments(
     strict: bool = True,
     like: Sequence[str] | None = None,
     barrier: Callable[[], None] | None = None,
+    during: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> SegmentedRecording:
     """Record ``run`` in segments, split at the calls of marked functions.
 
@@ -91,6 +92,7 @@ def record_segments(
         like: the breaks to be reached, in order: those of another bucket, of another rank, or of the warm-up
             (``breaks_reached``).
         barrier: called before each break's function while recording, so that ranks meet.
+        during: gives a context manager around each break's function while recording.
 
     Raises:
         CaptureError: a segment holds what can not be recorded; a break raised, returned what can not be held, was
@@ -104,7 +106,7 @@ def record_segments(
     with ExitStack() as stack:
         stack.enter_context(session.alone("segmented recording"))
         stack.enter_context(session.held_collection())
-        return _Splitting(open_parts, strict, like, barrier).record(run)
+        return _Splitting(open_parts, strict, like, barrier, during).record(run)
 
 
 class _Splitting:
@@ -116,8 +118,9 @@ class _Splitting:
         strict: bool,
         like: Sequence[str] | None,
         barrier: Callable[[], None] | None,
+        during: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        self._parts, self._like, self._barrier = open_parts(strict), like, barrier
+        self._parts, self._like, self._barrier, self._during = open_parts(strict), like, barrier, during
         self._segments: list[Recording] = []
         self._launches: list[Launch | None] = []
         self._breaks: list[Break] = []
@@ -170,7 +173,8 @@ class _Splitting:
             self._check_rows(step)
             if self._barrier is not None:
                 self._barrier()
-            result = step.first()
+            with self._during():
+                result = step.first()
         self._open()
         seen = step.bridge(result)
         self._breaks.append(step)
