@@ -99,7 +99,6 @@ def check_declarations(
     slots: Mapping[str, Slot],
     tables: Mapping[str, torch.Tensor],
     config: RunnerConfig,
-    has_forward: bool,
 ) -> None:
     """Hold contracts, slots, tables and config against each other.
 
@@ -113,12 +112,6 @@ def check_declarations(
     names = [registration.name for registration in registrations]
     if unknown := set(config.glue) - set(names):
         raise ConfigError(f"RunnerConfig.glue names preps {sorted(unknown)}; this runner has {names}")
-    for name, contract in contracts.items():
-        if contract.idle == "skip" and has_forward:
-            raise ContractError(
-                f"prep {name!r} declares idle='skip', but the forward is one full graph, which would read the "
-                "last step's metadata; use idle='eager' or 'glue'"
-            )
 
 
 def check_adoption(units: Iterable[Unit], has_forward: bool) -> None:

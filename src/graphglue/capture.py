@@ -16,7 +16,7 @@ from graphglue.cache import GlueGraphCache
 from graphglue.core.keys import Key
 from graphglue.core.live import Live
 from graphglue.core.routing import State
-from graphglue.core.view import View
+from graphglue.core.view import View, showing_of
 from graphglue.device.arena import Arena
 from graphglue.device.base import Launch, Reads
 from graphglue.errors import CaptureError, ContractError
@@ -211,7 +211,7 @@ class Capture:
         failed = [unit for unit in self._units if not unit.cache.has_result(key)]
         if self.together(not failed):  # else one rank would wait in a collective of the forward for the others
             view = self._views.of(key)[1]
-            with view.showing.on(self._live(key)):
+            with showing_of(view).on(self._live(key)):
                 forward.warm(key, view, self.metadata(key), keep=False)
         elif failed:
             cause = failed[0].cache.cause(key)
@@ -253,7 +253,7 @@ class Capture:
             # The forward is the engine's own code, compiled inside for all we know: not strict.
             self._forward.record(
                 key, view, self.metadata(key), strict=False,
-                during=lambda: view.showing.on(self._live(key)), barrier=self._hooks.barrier,
+                during=lambda: showing_of(view).on(self._live(key)), barrier=self._hooks.barrier,
             )  # fmt: skip
         self.compose(key)
 
@@ -321,7 +321,7 @@ class Capture:
             )
         skipping = [unit.name for unit in self._units if unit.declared.idle == "skip"]
         if skipping and (segments is None or segments.unaligned):
-            seen = "has no eager breaks" if segments is None else f"has breaks {list(segments.unaligned)} on all rows"
+            seen = "is one full graph" if segments is None else f"has breaks {list(segments.unaligned)} on all rows"
             raise ContractError(
                 f"prep {skipping[0]!r} declares idle='skip', but the forward {seen}: an IDLE replay would read through "
                 "the last step's metadata; mark what reads it with eager_break(row_aligned=...), or use idle='eager'"

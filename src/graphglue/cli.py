@@ -75,7 +75,7 @@ def bench(
     steps: Annotated[int | None, typer.Option(min=1, help="Timed steps of each row; 2000, or 20 on the CPU.")] = None,
     buckets: Annotated[str | None, typer.Option(help="Requests of each bucket, such as 1,4,16.")] = None,
     only: Annotated[str | None, typer.Option(help="Sections to run, such as floor,slots.")] = None,
-    peer: Annotated[list[str] | None, typer.Option(help="sglang=DIR, where its wheel was unpacked.")] = None,
+    peer: Annotated[list[str] | None, typer.Option(help="sglang=DIR or breakable=DIR, its unpacked wheel.")] = None,
     trace: Annotated[Path | None, typer.Option(help="CSV of arrivals, as demo takes, for the section ranks.")] = None,
 ) -> None:
     """Measure what a decode step costs the host, in all the ways there are to launch it.

@@ -13,7 +13,7 @@ from graphglue.core import trees
 from graphglue.core.keys import Key
 from graphglue.core.live import Live
 from graphglue.core.routing import Decision, Route
-from graphglue.core.view import View
+from graphglue.core.view import View, showing_of
 from graphglue.graphs.narrowed import narrowed
 from graphglue.graphs.segments import SegmentedRecording
 from graphglue.lanes import Lane
@@ -65,7 +65,7 @@ class Forwards:
         if lane.segments is None:
             return begin()
         assert lane.forward_view is not None
-        lane.forward_view.showing.live = lane.live
+        showing_of(lane.forward_view).live = lane.live
         if lane.leads:
             lane.segments.replay(lane.raw.tokens, lead=begin, keep_going=self.keep_going)
         else:
@@ -81,7 +81,7 @@ class Forwards:
         else:
             assert lane.live is not None
             assert lane.forward_view is not None
-            lane.forward_view.showing.live = lane.live.beside(metadata)
+            showing_of(lane.forward_view).live = lane.live.beside(metadata)
             lane.segments.replay(lane.raw.tokens, keep_going=self.keep_going)
         if lane.launch is not None:
             self._mirror_outputs(lane.decision.key)
@@ -105,7 +105,7 @@ class Forwards:
             return None
         key, raw = decision.key, lane.raw
         live = self._views.live({name: view[name] for name in view}, raw, live_metadata)
-        with torch.no_grad(), view.showing.on(live), narrowed(raw.tokens, key.tokens):
+        with torch.no_grad(), showing_of(view).on(live), narrowed(raw.tokens, key.tokens):
             outputs = self.python(view.fresh(), trees.map_tensors(torch.Tensor.detach, metadata))
         return Outputs(outputs, self._output_axes, key.bucket).real(raw)
 

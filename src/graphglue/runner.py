@@ -95,7 +95,7 @@ class Runner:
         self.space = agreed_space(space, checked_ranks(ranks), self.config.max_requests)
         self.arena = Arena(slots, self.space, device=device, num_ranks=1 if ranks is None else ranks.size)
         self._tables = Tables(tables or {}, self.arena.device.torch_device)
-        check_declarations(registrations, self.arena.slots, self._tables.tensors, self.config, forward is not None)
+        check_declarations(registrations, self.arena.slots, self._tables.tensors, self.config)
         hooks = hooks or CaptureHooks()
         recorder = recorder or self.arena.device.recorder(hooks.stream, hooks.pool)
         tensors = self._tables.tensors

@@ -409,7 +409,10 @@ BUILD: list[Fault] = [
     Fault("idle='skip' outside EXTEND", lambda: contract(idle="skip"), ContractError,
           ("contract 'p'", "idle='skip' outside segmented EXTEND", "use idle='eager' or 'glue'")),
     Fault("idle='skip' under a full graph",
-          lambda: build(contract=contract(modes={Mode.EXTEND}, idle="skip"), config=RunnerConfig(max_requests=4)),
+          lambda: build(
+              lambda view: {"m": torch.zeros(1)}, contract(modes={Mode.EXTEND}, idle="skip"), output_axes="fixed",
+              forward=lambda view, metadata: metadata["m"] + 1, config=RunnerConfig(max_requests=4),
+          ).capture(progress=False),
           ContractError, ("prep 'p' declares idle='skip'", "one full graph", "use idle='eager' or 'glue'")),
     Fault("an idle value that is no idle value", lambda: contract(idle="sometimes"), ContractError,
           ("contract 'p'", "idle", "'eager', 'skip' or 'glue'")),

@@ -1492,7 +1492,7 @@ def extend_engine(contract: PrepContract = EXTEND, prep: Any = ends, **more: Any
         "slots": [
             Slot("counts", "request", torch.int64, 0),
             Slot("ids", "token", torch.int64, 0),
-            Slot("num_real", "fixed", torch.int64, 0, value=RAW_REQUESTS),
+            Slot("live", "fixed", torch.int64, 0, value=RAW_REQUESTS),
         ],
         "tables": {},
         "ladder": [8, 16],
@@ -1503,9 +1503,9 @@ def extend_engine(contract: PrepContract = EXTEND, prep: Any = ends, **more: Any
 
 def test_extend_ladders_are_tokens_and_request_slots_have_max_requests_rows() -> None:
     def forward(view: Any, metadata: Any) -> Any:
-        return {"ids": view.ids * 2, "last": metadata["ends"] - 1, "num_real": view.num_real * 1}
+        return {"ids": view.ids * 2, "last": metadata["ends"] - 1, "live": view.live * 1}
 
-    axes = {"ids": "token", "last": "request", "num_real": "fixed"}
+    axes = {"ids": "token", "last": "request", "live": "fixed"}
     engine = extend_engine(forward=forward, output_axes=axes)
     engine.runner.capture()
     assert engine.runner.buckets == (Bucket(3, 8, 0), Bucket(3, 16, 0))
@@ -1516,7 +1516,7 @@ def test_extend_ladders_are_tokens_and_request_slots_have_max_requests_rows() ->
         step = engine.runner.replay(batch)
         assert step.outputs["ids"].tolist() == [2 * value for value in ids]
         assert step.outputs["last"].tolist() == (torch.tensor(counts).cumsum(0) - 1).tolist()
-        assert step.outputs["num_real"].tolist() == len(counts)
+        assert step.outputs["live"].tolist() == len(counts)
         return step
 
     assert serve([3, 4]).decision.bucket == Bucket(3, 8, 0)
@@ -1551,8 +1551,9 @@ def test_extend_may_skip_idle_steps_and_still_publishes() -> None:
 
 
 def test_extend_can_not_skip_idle_steps_under_a_full_graph() -> None:
+    engine = extend_engine(EXTEND.model_copy(update={"idle": "skip"}), forward=lambda view, m: view.ids + 0)
     with pytest.raises(ContractError, match="prep 'prefill' declares idle='skip', but the forward is one full graph"):
-        extend_engine(EXTEND.model_copy(update={"idle": "skip"}), forward=lambda view, m: view.ids + 0)
+        engine.runner.capture()
 
 
 @pytest.mark.parametrize(

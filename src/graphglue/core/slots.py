@@ -16,7 +16,7 @@ from graphglue.errors import ConfigError
 
 # The last ones are a mapping's own; they would hide slots from dict(view).
 RESERVED_NAMES = frozenset(
-    {"tables", "bucket", "mode", "variant", "meeting", "fresh", "live", "showing", "keys", "values", "items", "get"}
+    {"tables", "bucket", "mode", "variant", "meeting", "fresh", "keys", "values", "items", "get"}
 )
 _INTEGERS = frozenset(
     {torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64, torch.int64}

@@ -61,8 +61,7 @@ class View(Fields):
         mode: what the step computes.
         variant: the batch's variant; part of the key.
         meeting: how the rows of all ranks meet: padding, counts, rows; None on one rank, and for a prep.
-        live: the running step's real rows, for eager breaks of a forward.
-        showing: what ``live`` shows; shared with the copies of this view.
+        live: the running step's real rows, for eager breaks of a forward. A slot of that name hides it.
         tables: the tables, by attribute or name.
     """
 
@@ -71,7 +70,8 @@ class View(Fields):
     mode: Mode
     variant: Any
     meeting: Any
-    showing: Showing
+    live: Live
+    _showing: Showing  # what ``live`` shows; shared with the copies of this view
 
     def __init__(
         self,
@@ -86,19 +86,18 @@ class View(Fields):
     ) -> None:
         super().__init__(slots, reader)
         self.__dict__.update(tables=Fields(tables, reader), bucket=bucket, mode=mode, variant=variant, meeting=meeting)
-        self.__dict__["showing"] = showing or Showing()
+        self.__dict__["_showing"] = showing or Showing()
 
-    @property
-    def live(self) -> Live:
-        """The running step's real rows, for eager breaks.
-
-        Raises:
-            ContractError: read outside an eager break.
-        """
-        return self.showing.get(self._reader)
+    def __getattr__(self, name: str) -> Any:
+        return self._showing.get(self._reader) if name == "live" else super().__getattr__(name)
 
     def fresh(self) -> View:
         """Build the same view with tensor objects of its own, which its reader may reshape in place."""
         slots = {name: self[name].detach() for name in self}
         tables = {name: self.tables[name].detach() for name in self.tables}
-        return View(slots, tables, self.bucket, self.mode, self.variant, self._reader, self.meeting, self.showing)
+        return View(slots, tables, self.bucket, self.mode, self.variant, self._reader, self.meeting, self._showing)
+
+
+def showing_of(view: View) -> Showing:
+    """Give what ``view.live`` shows."""
+    return view._showing
