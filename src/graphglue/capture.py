@@ -324,7 +324,8 @@ class Capture:
             seen = "is one full graph" if segments is None else f"has breaks {list(segments.unaligned)} on all rows"
             raise ContractError(
                 f"prep {skipping[0]!r} declares idle='skip', but the forward {seen}: an IDLE replay would read through "
-                "the last step's metadata; mark what reads it with eager_break(row_aligned=...), or use idle='eager'"
+                "the last step's metadata; mark what reads it with eager_break(row_aligned=...), or use idle='eager' "
+                "or 'glue'"
             )
 
     def metadata(self, key: Key) -> Any:

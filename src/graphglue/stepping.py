@@ -20,12 +20,12 @@ from graphglue.core.routing import Decision, Reason, Route, StepFacts, route
 from graphglue.core.view import View
 from graphglue.device.arena import Arena, over_capacity
 from graphglue.device.base import Reads
-from graphglue.errors import BindError, ContractError
+from graphglue.errors import ContractError
 from graphglue.forwards import Forwards
 from graphglue.lanes import Lane, Lanes
 from graphglue.ledger import Ledger
 from graphglue.step import Outputs
-from graphglue.units import Unit, Views
+from graphglue.units import Unit, Views, planned
 
 if TYPE_CHECKING:
     from graphglue.audit.shadow import ShadowCheck
@@ -170,7 +170,9 @@ class Stepper:
         scratch = lane.facts.beyond
         if scratch and (self.forwards.python is None or not forward_needed):
             raise over_capacity(lane.raw, self._arena.space)
-        sources = self._planned(lane, batch) if self._plans else batch.sources
+        sources = batch.sources
+        if self._plans:
+            sources = self._planned_last = planned(self._plans, lane.decision, batch)
         writes = self._arena.bind(sources, lane.raw, lane.decision.key.bucket, lane.rank_counts, scratch)
         if lane.fill is None:
             return writes
@@ -324,24 +326,6 @@ class Stepper:
         if self.shadow is not None:
             self.shadow.watch(lane, self.bound)
         return lane
-
-    def _planned(self, lane: Lane, batch: Batch) -> Mapping[str, Any]:
-        """Add what the backends' host planners compute for this step."""
-        sources = batch.sources
-        for unit in self._plans:
-            if lane.decision.preps[unit.name].route is Route.SKIP:
-                continue
-            planned = unit.registration.plan(batch, lane.decision.key.bucket)  # type: ignore[misc]
-            if not isinstance(planned, Mapping):
-                seen = type(planned).__name__
-                raise BindError(f"the plan of prep {unit.name!r} returned a {seen}; expected slot names with values")
-            if twice := sorted(set(planned) & set(sources)):
-                raise BindError(
-                    f"slots {twice} come from the batch and from the plan of prep {unit.name!r}; leave one out"
-                )
-            sources = {**sources, **planned}
-        self._planned_last = sources
-        return sources
 
     def _fill(self, lane: Lane, writes: list[Write] | None) -> tuple[list[View], View]:
         key = lane.decision.key

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,14 +10,16 @@ import torch
 
 from graphglue.cache import GlueGraphCache
 from graphglue.core import trees
+from graphglue.core.batch import Batch
 from graphglue.core.buckets import Bucket
 from graphglue.core.contract import GENERIC, PrepContract
 from graphglue.core.keys import Key
 from graphglue.core.live import Live
-from graphglue.core.routing import PrepFacts, Route
+from graphglue.core.routing import Decision, PrepFacts, Route
 from graphglue.core.slots import Axis
 from graphglue.core.view import View
 from graphglue.device.arena import Arena
+from graphglue.errors import BindError
 from graphglue.registry import Registration
 
 
@@ -108,3 +110,24 @@ class Views:
     def clear(self) -> None:
         """Forget all views; a table was replaced."""
         self._kept.clear()
+
+
+def planned(units: Iterable[Unit], decision: Decision, batch: Batch) -> Mapping[str, Any]:
+    """Add to a batch's sources what the backends' host planners compute for its step.
+
+    Raises:
+        BindError: a plan that is no mapping, or gives a slot that somebody else gives.
+    """
+    sources = batch.sources
+    for unit in units:
+        plan = unit.registration.plan
+        if plan is None or decision.preps[unit.name].route is Route.SKIP:
+            continue
+        made = plan(batch, decision.key.bucket)
+        if not isinstance(made, Mapping):
+            seen = type(made).__name__
+            raise BindError(f"the plan of prep {unit.name!r} returned a {seen}; expected slot names with values")
+        if twice := sorted(set(made) & set(sources)):
+            raise BindError(f"slots {twice} come from the batch and from the plan of prep {unit.name!r}; leave one out")
+        sources = {**sources, **made}
+    return sources
