@@ -1,11 +1,12 @@
-"""Preps that ship with graphglue, each beside a slow reference that its tests compare with."""
+"""Preps that ship with graphglue; ``reference``, or the prep's own module, has a slow one that tests compare with."""
 
-from graphglue.preps import paged_decode
+from graphglue.preps import causal, compression, draft, paged_decode, top_up
 from graphglue.registry import Registry
 
-__all__ = ["paged_decode", "register_shipped"]
+__all__ = ["causal", "compression", "draft", "paged_decode", "register_shipped", "top_up"]
 
 
 def register_shipped(registry: Registry) -> None:
     """Register every shipped prep under its own name, with its default options."""
-    paged_decode.register(registry)
+    for room in (paged_decode, causal, draft, compression, top_up):
+        room.register(registry)

@@ -52,9 +52,9 @@ def test_the_original_passes_and_agrees(name: str) -> None:
     assert agrees_with_reference(original)
 
 
-def test_every_shipped_prep_has_mutants_of_both_families() -> None:
+def test_every_prep_of_the_gallery_has_mutants_of_both_families() -> None:
     folder = Path(str(preps.__file__)).parent
     modules = {import_module(f"graphglue.preps.{path.stem}") for path in folder.glob("*.py") if path.stem != "__init__"}
-    assert {shipped.module for shipped in SHIPPED.values()} == modules
+    assert {shipped.module for shipped in SHIPPED.values()} <= modules  # tests/property/test_preps.py holds the others
     counted = Counter((mutant.shipped.name, mutant.family) for mutant in MUTANTS.values())
     assert all(counted[name, FAULT] >= 50 and counted[name, EDIT] >= 15 for name in SHIPPED)
