@@ -131,7 +131,8 @@ def _print(result: DemoResult, console: Console) -> None:
         f"{result.num_tokens} generated in {result.num_steps} steps of up to {result.largest_batch} requests"
     )
     console.print(_routes(result))
-    say(f"padded    {result.padded_share:.1%} of the rows of steps with requests")
+    say(f"padded    {result.padded_share:.1%} of the rows of decode steps with requests")
+    say(f"prompts   {_prompts(result)}")
     say(f"host time {_times(result)}")
     say(f"compared  {_compared(result)}")
     verdict = "bold green" if result else "bold red"
@@ -141,11 +142,20 @@ def _print(result: DemoResult, console: Console) -> None:
 
 
 def _routes(result: DemoResult) -> Table:
-    table = Table("prep", "forward", "reason", title="steps by route and reason", title_justify="left")
+    table = Table("step", "prep", "forward", "reason", title="steps by route and reason", title_justify="left")
     table.add_column("steps", justify="right")
-    for way in result.routes:
-        table.add_row(way.prep, way.forward, way.reason, str(way.num_steps))
+    for what, steps in (("decode", result), ("prefill", result.prefill)):
+        for way in steps.routes:
+            table.add_row(what, way.prep, way.forward, way.reason, str(way.num_steps))
     return table
+
+
+def _prompts(result: DemoResult) -> str:
+    steps, buckets = result.prefill, result.prefill_buckets
+    return (
+        f"read through graphs with eager breaks, up to {steps.largest_batch} in a step, chunked at {buckets[-1]} tokens; "
+        f"buckets {list(buckets)}, {steps.padded_share:.1%} of the rows padded"
+    )
 
 
 def _times(result: DemoResult) -> str:
@@ -159,9 +169,12 @@ def _times(result: DemoResult) -> str:
 
 
 def _compared(result: DemoResult) -> str:
-    text = f"{result.num_tensors_compared} tensors bit for bit, {result.num_tokens_compared} sampled tokens"
-    if result.num_tokens_compared_unpadded:
-        text += f", {result.num_tokens_compared_unpadded} tokens with unpadded decoding"
+    both = (result, result.prefill)
+    num_tensors = sum(steps.num_tensors_compared for steps in both)
+    num_tokens = sum(steps.num_tokens_compared for steps in both)
+    text = f"{num_tensors} tensors bit for bit, {num_tokens} sampled tokens"
+    if num_unpadded := sum(steps.num_tokens_compared_unpadded for steps in both):
+        text += f", {num_unpadded} tokens with prompts read whole and unpadded decoding"
     return text
 
 

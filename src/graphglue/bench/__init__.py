@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 import graphglue as gg
-from graphglue.bench import compositions, memory, ranks, scaling, shadow, steps
+from graphglue.bench import compositions, memory, ranks, scaling, segments, shadow, steps
+from graphglue.bench.breakable import load_breakable
 from graphglue.bench.peers import load_sglang
 from graphglue.bench.results import Report, Row, Section
 from graphglue.bench.sections import BUCKETS, Settings
@@ -36,7 +37,9 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Settings, Section], None]]] = {
     "shadow": ("what the shadow check costs, sampling no step and every step", shadow.run_shadow),
     "ranks": ("what agreeing costs, and what many ranks agree on", ranks.run_ranks),
     "compositions": ("two ways to build the one launch", compositions.run_compositions),
+    "segments": ("a prefill with an eager break in each layer, and the memory of its buckets", segments.run_segments),
 }
+PEERS: Mapping[str, Callable[[Path], object]] = {"breakable": load_breakable, "sglang": load_sglang}
 _GPU_STEPS, _TAPE_STEPS, _TAPE_BUCKETS = 2000, 20, (1, 4, 16)
 _TAPE_NOTE = "the CPU tape: for truth, not for speed; these times say nothing of a GPU"
 
@@ -78,10 +81,10 @@ def settings_of(
 def _check(steps: int | None, buckets: Sequence[int], only: Sequence[str], peers: Mapping[str, Path]) -> None:
     if unknown := sorted(set(only) - set(SECTIONS)):
         raise ConfigError(f"--only names {unknown}; sections are {list(SECTIONS)}")
-    if unknown := sorted(set(peers) - {"sglang"}):
-        raise ConfigError(f"--peer names {unknown}; known is sglang")
-    for folder in peers.values():
-        load_sglang(folder)
+    if unknown := sorted(set(peers) - set(PEERS)):
+        raise ConfigError(f"--peer names {unknown}; known are {', '.join(PEERS)}")
+    for name, folder in peers.items():
+        PEERS[name](folder)
     if steps is not None and steps < 1:
         raise ConfigError(f"--steps {steps}: expected a positive number")
     if buckets and min(buckets) < 1:

@@ -94,15 +94,15 @@ class Recorded:
 
     def floor(self) -> Step:
         """Give torch's own replay of the forward where there is one."""
-        return _replay(self.forward)
+        return bare_replay(self.forward)
 
     def glue(self) -> Step:
         """Give torch's own replay of the prep."""
-        return _replay(self.prep)
+        return bare_replay(self.prep)
 
     def unfilled(self) -> Step:
         """Give torch's own replay of prep and forward in one graph."""
-        return _replay(self.both)
+        return bare_replay(self.both)
 
     def eager_prep(self) -> Step:
         """Give the prep called from the host."""
@@ -120,7 +120,8 @@ class Recorded:
             recording.close()
 
 
-def _replay(recording: Recording) -> Step:
+def bare_replay(recording: Recording) -> Step:
+    """Give torch's own replay where there is one."""
     graph = getattr(recording, "graph", None)
     return recording.replay if graph is None else graph.replay
 

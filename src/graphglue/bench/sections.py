@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from tqdm import tqdm
@@ -51,6 +52,18 @@ class Settings:
         return self.device.type == "cuda"
 
 
+class Extents(Protocol):
+    """What the rows of one shape say of it: ``Sources``, or as much of them."""
+
+    @property
+    def num_requests(self) -> int:
+        """The real extent."""
+
+    @property
+    def bucket(self) -> int:
+        """The captured one."""
+
+
 def raw_counts(bucket: int) -> tuple[int, ...]:
     """Give the real requests to measure on a bucket: padded, then full; 13 on 16."""
     return (1,) if bucket == 1 else (bucket - 3 if bucket == 16 else bucket - 1, bucket)
@@ -78,7 +91,7 @@ def _proven(contender: Contender, sources: Sources, gauge: Gauge) -> Contender:
 def measured(
     settings: Settings,
     contenders: Sequence[Contender],
-    sources: Sources,
+    sources: Extents,
     *,
     in_flight: int = 0,
     steps: int | None = None,
@@ -150,7 +163,7 @@ def _noise(samples: Mapping[str, Sample]) -> float | None:
 
 
 def _row(
-    contender: Contender, sources: Sources, in_flight: int, samples: Mapping[str, Sample], noise: float | None
+    contender: Contender, sources: Extents, in_flight: int, samples: Mapping[str, Sample], noise: float | None
 ) -> Row:
     label, note = contender.label, contender.why_not or contender.note
     row = Row(label, sources.bucket, sources.num_requests, in_flight, note=note)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from graphglue.bench import baselines, contenders, ranks, scaling
+from graphglue.bench import baselines, contenders, ranks, scaling, segments
 from graphglue.bench.contenders import AGAIN, FLOOR, ONE_DEVICE, ONE_NUMPY
 from graphglue.bench.memory import FILL, RATE
 from graphglue.bench.results import Report, Row, Section, Target
@@ -20,6 +20,7 @@ def targets_of(report: Report) -> list[Target]:
         *_key_target(report.section("keys") or Section("keys", "")),
         *_rank_targets(report.section("ranks") or Section("ranks", "")),
         *_memory_targets(report.section("compositions") or Section("compositions", "")),
+        *_segment_targets(report.section("segments") or Section("segments", "")),
     ]
 
 
@@ -108,6 +109,22 @@ def _memory_targets(section: Section) -> list[Target]:
     return [
         _at_most("driver memory at 2,000 nodes, A / the forwards alone", a_ratio, 1.1, ""),
         _at_most("driver memory at 2,000 nodes, B / the forwards alone", b_ratio, 2.1, ""),
+    ]
+
+
+def _segment_targets(section: Section) -> list[Target]:
+    ours, theirs = (
+        [section.find(segments.of_way(label, way)) for way in segments.WAYS] for label in (segments.OURS, segments.PEER)
+    )
+    memory = section.find(segments.MEMORY)
+    found = {} if memory is None else memory.values
+    return [
+        *(
+            _at_most(segments.of_way("segmented replay / breakable-cuda-graphs'", way), _ratio(one, other), 0.8, "x")
+            for way, one, other in zip(segments.WAYS, ours, theirs)
+        ),
+        _at_most("12 token buckets / the largest alone, allocator", found.get("reserved_ratio"), 1.3, ""),
+        _at_most("12 token buckets / the largest alone, driver", found.get("driver_ratio"), 1.3, ""),
     ]
 
 

@@ -8,6 +8,7 @@ later segments and smaller buckets use it again. A result that lies in an argume
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -44,18 +45,15 @@ class _Held(NamedTuple):
         return [cuts.place(leaf, mine) if isinstance(leaf, torch.Tensor) else None for leaf, mine in pairs]
 
 
-class _Aligned(NamedTuple):
-    """One row-aligned argument: where it stands in a call, and where what is cut of it stands in ``Cuts``."""
+class _Tree(NamedTuple):
+    """A row-aligned argument that is a tree: where it stands in a call, and where what is cut of it stands."""
 
     key: int | str
     held: _Held
     places: list[int | None]
-    is_bare: bool
 
     def cut(self, cuts: Cuts, rows: int) -> Any:
         """Give the argument with its real rows."""
-        if self.is_bare and self.places[0] is not None:
-            return cuts.head(self.places[0], rows)
         pairs = zip(self.places, self.held.leaves or ())
         leaves = [leaf if place is None else cuts.head(place, rows) for place, leaf in pairs]
         return pytree.tree_unflatten(leaves, self.held.structure)
@@ -81,6 +79,9 @@ class Break:
         self._held = [self._hold(name, value) for name, value in bound.arguments.items()]
         self.rows = self._count_rows()
         self._bridges: Bridges | None = None
+        self._given: tuple[int | None, Arguments]
+        self._bare: list[tuple[Any, int]] = []  # row-aligned tensors: where in a call, and where in what is cut
+        self._trees: list[_Tree] = []
 
     def __str__(self) -> str:
         """Name it in messages."""
@@ -138,21 +139,18 @@ class Break:
 
     def join(self, cuts: Cuts) -> None:
         """Get ready for replays, with what the breaks of one recording cut together."""
-        bound = inspect.BoundArguments(self.mark.signature, {})  # type: ignore[arg-type]  # filled below
-        for held in self._held:
-            bound.arguments[held.name] = held.given()
-        self._cuts, self._whole, self._given = cuts, (bound.args, bound.kwargs), (None, (bound.args, bound.kwargs))
+        bound = inspect.BoundArguments(self.mark.signature, OrderedDict((one.name, one.given()) for one in self._held))
+        whole: Arguments = (bound.args, bound.kwargs)
+        self._cuts, self._whole, self._given = cuts, whole, (None, whole)
         order = list(self.mark.signature.parameters)
-        self._cut = [
-            _Aligned(
-                held.name if held.name in bound.kwargs else order.index(held.name),
-                held,
-                held.places(cuts),
-                held.structure.is_leaf(),
-            )
-            for held in self._held
-            if held.is_aligned
-        ]
+        for held in self._held:
+            if held.is_aligned:
+                places = held.places(cuts)
+                key = held.name if held.name in whole[1] else order.index(held.name)
+                if held.structure.is_leaf() and places[0] is not None:
+                    self._bare.append((key, places[0]))
+                else:
+                    self._trees.append(_Tree(key, held, places))
         if self._bridges is not None:
             self._bridges.join(cuts)
 
@@ -184,14 +182,17 @@ class Break:
 
     def _arguments(self, rows: int | None) -> Arguments:
         """Build what the function is called with, and keep it for replays with as many real rows."""
-        args, kwargs = self._whole
+        given = self._whole
         if rows is not None:
-            changed: Any = [*args], {**kwargs}
-            for one in self._cut:
-                changed[isinstance(one.key, str)][one.key] = one.cut(self._cuts, rows)
-            args, kwargs = tuple(changed[0]), changed[1]
-        self._given = rows, (args, kwargs)
-        return self._given[1]
+            args, kwargs, cuts = [*given[0]], {**given[1]}, self._cuts
+            by_place: Any = (args, kwargs)
+            for key, place in self._bare:
+                by_place[type(key) is str][key] = cuts.head(place, rows)
+            for tree in self._trees:
+                by_place[type(tree.key) is str][tree.key] = tree.cut(cuts, rows)
+            given = tuple(args), kwargs
+        self._given = rows, given
+        return given
 
     @contextmanager
     def _watched(self, rows: int) -> Iterator[None]:

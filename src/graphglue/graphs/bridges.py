@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
@@ -28,6 +28,15 @@ class Memory(Protocol):
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """Give the same memory in a tensor that does not keep the pool from using it again."""
+
+
+class _Cut(NamedTuple):
+    """The static result at some real rows: its leaves, the tails behind them, and what a lone tensor is like."""
+
+    rows: int | None
+    heads: list[Any]
+    tails: list[torch.Tensor]
+    kind: tuple[Any, ...] | None
 
 
 class Bridges:
@@ -60,7 +69,7 @@ class Bridges:
     ) -> None:
         self._owner, self._rows, self._pad, self._given = owner, rows, pad, given
         leaves, self._structure = pytree.tree_flatten(result)
-        self._bare = result is None or isinstance(result, torch.Tensor)
+        self._is_nothing, self._is_bare = result is None, isinstance(result, torch.Tensor)
         # Weak where the pool owns the memory: the callable alone decides how long a bridge is taken.
         self._targets = [_alias(leaf, memory) for leaf in static]
         self._in_argument = [isinstance(leaf, torch.Tensor) and _address(leaf) in given for leaf in static]
@@ -68,7 +77,7 @@ class Bridges:
         self._padded = [*tensors, *(_alias(tensor, memory) for tensor in filled)] if rows is not None else []
         for tensor in self._padded:
             self._check_padded(tensor)
-        self._cut: tuple[int | None, list[Any], list[torch.Tensor]] = (None, self._targets, [])
+        self._whole = self._cut = _Cut(None, self._targets, [], self._kind(self._targets))
         fresh = [new if beside else old for old, new, beside in zip(leaves, self._targets, self._in_argument)]
         self._first: Any = pytree.tree_unflatten(fresh, self._structure)
 
@@ -86,40 +95,58 @@ class Bridges:
         if not _holds(tensor.dtype, self._pad):
             raise ContractError(f"{self._owner} declares pad={self._pad}, which {tensor.dtype} does not hold")
 
+    def join(self, cuts: Cuts) -> None:
+        """Get ready for replays, with what the breaks of one recording cut together."""
+        self._cuts = cuts
+        if self._rows is not None:
+            self._heads = [cuts.place(leaf, True) if isinstance(leaf, torch.Tensor) else None for leaf in self._targets]
+            self._tails = list(dict.fromkeys(cuts.place(tensor, True) for tensor in self._padded))
+
     def accept(self, fresh: Any, rows: int | None) -> None:
         """Check a fresh result, then copy it in and reset the padded tails. Sync: none.
 
         Raises:
             DivergenceError: it differs in structure, shape, dtype, plain values or aliasing; nothing was written.
         """
-        _, targets, tails = self._cut if self._cut[0] == rows else self._at(rows)
-        leaves = self._leaves_of(fresh)
-        if leaves is None or not all(map(trees.alike, targets, leaves)):
-            expected = pytree.tree_unflatten(targets, self._structure)
-            self._diverge(trees.difference(expected, fresh) or "another structure", rows)
+        cut = self._cut if self._cut.rows == rows else self._at(rows)
+        if not (fresh is None and self._is_nothing):
+            self._copy(fresh, cut)
+        for tail in cut.tails:
+            tail.fill_(self._pad)
+
+    def _copy(self, fresh: Any, cut: _Cut) -> None:
+        if self._is_bare and isinstance(fresh, torch.Tensor):  # the common form needs no tree
+            if (fresh.shape, fresh.dtype, fresh.device) != cut.kind:
+                self._refuse(fresh, cut)
+            leaves: Sequence[Any] = (fresh,)
+        else:
+            leaves = self._leaves_of(fresh, cut)
         copies = []
-        for target, leaf, in_argument in zip(targets, leaves, self._in_argument):
+        for target, leaf, in_argument in zip(cut.heads, leaves, self._in_argument):
             if isinstance(leaf, torch.Tensor) and leaf.numel():
-                self._check_aliasing(target, leaf, in_argument, rows)
+                self._check_aliasing(target, leaf, in_argument, cut.rows)
                 if not in_argument:
                     copies.append((target, leaf))
         for target, leaf in copies:
             target.copy_(leaf.detach() if leaf.requires_grad else leaf)
-        for tail in tails:
-            tail.fill_(self._pad)
 
-    def _leaves_of(self, fresh: Any) -> Sequence[Any] | None:
-        """Take a fresh result apart; None if its structure is another. The common forms need no tree."""
-        if self._bare and (fresh is None or isinstance(fresh, torch.Tensor)):
-            return (fresh,)
+    def _leaves_of(self, fresh: Any, cut: _Cut) -> Sequence[Any]:
+        """Take a fresh result apart, and hold its leaves against the static ones."""
         leaves, structure = pytree.tree_flatten(fresh)
-        return leaves if structure == self._structure else None
+        if structure != self._structure or not all(map(trees.alike, cut.heads, leaves)):
+            self._refuse(fresh, cut)
+        return leaves
+
+    def _refuse(self, fresh: Any, cut: _Cut) -> NoReturn:
+        expected = pytree.tree_unflatten(cut.heads, self._structure)
+        self._diverge(trees.difference(expected, fresh) or "another structure", cut.rows)
 
     # The two forms of one rule: later segments may write in place into what a break returned.
     def _check_aliasing(self, target: torch.Tensor, leaf: torch.Tensor, in_argument: bool, rows: int | None) -> None:
-        if in_argument and (leaf.data_ptr() != target.data_ptr() or _strides(leaf) != _strides(target)):
-            self._diverge("other memory than the argument's that it returned", rows)
-        if not in_argument and _address(leaf) in self._given:
+        if in_argument:
+            if leaf.data_ptr() != target.data_ptr() or _strides(leaf) != _strides(target):
+                self._diverge("other memory than the argument's that it returned", rows)
+        elif leaf.untyped_storage().data_ptr() in self._given:
             self._diverge("memory of an argument, where it returned memory of its own", rows)
 
     def _diverge(self, seen: str, rows: int | None) -> NoReturn:
@@ -129,14 +156,19 @@ class Bridges:
             "Return the same structure, shapes and dtypes on every call, or record again"
         )
 
-    def _at(self, rows: int | None) -> tuple[int | None, list[Any], list[torch.Tensor]]:
+    def _at(self, rows: int | None) -> _Cut:
         """Cut the targets to the real rows, and the tails behind them; keep both for replays with as many."""
         if rows is None:
-            self._cut = (None, self._targets, [])
+            self._cut = self._whole
         else:
-            heads = [leaf[:rows] if isinstance(leaf, torch.Tensor) else leaf for leaf in self._targets]
-            self._cut = (rows, heads, [tensor[rows:] for tensor in self._padded])
+            pairs = zip(self._targets, self._heads)
+            heads = [leaf if place is None else self._cuts.head(place, rows) for leaf, place in pairs]
+            tails = [self._cuts.tail(place, rows) for place in self._tails]
+            self._cut = _Cut(rows, heads, tails, self._kind(heads))
         return self._cut
+
+    def _kind(self, heads: Sequence[Any]) -> tuple[Any, ...] | None:
+        return (heads[0].shape, heads[0].dtype, heads[0].device) if self._is_bare else None
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from graphglue.errors import BindError, ClosedError, DivergenceError
 from graphglue.graphs import session
 from graphglue.graphs.base import Recording
 from graphglue.graphs.breaks import Break
+from graphglue.graphs.cuts import Cuts
 from graphglue.graphs.marks import Reaching, breaks_reached, difference
 
 Launch = Callable[[], None]
@@ -44,6 +44,9 @@ class SegmentedRecording:
         # A break and the segment before it, which for the first break is launched by itself.
         self._breaks = tuple(zip((None, *launches[1:-1]), breaks))
         self._ambient = breaks[0].ambient if breaks and len({step.ambient for step in breaks}) == 1 else None
+        cuts = Cuts()
+        for step in breaks:
+            step.join(cuts)
 
     @property
     def first(self) -> Recording | None:
@@ -98,23 +101,18 @@ class SegmentedRecording:
         breaks = self._opened()
         session.check_replayable()
         self._check_rows(real_rows)
+        raised: Exception | None = None
         with session.replaying(self.pool), Reaching(None):
             if (first := lead or self._first) is not None:
                 first()
-            with ExitStack() as stack:
-                if self._ambient is not None:
-                    stack.enter_context(self._ambient.on())
-                raised: Exception | None = None
-                for launch, step in breaks:
-                    if launch is not None:
-                        launch()
-                    try:
-                        with nullcontext() if self._ambient is not None else step.ambient.on():
-                            step.run(real_rows, check)
-                    except Exception as error:
-                        if not keep_going:
-                            raise
-                        raised = raised or error
+            if keep_going or self._ambient is None:
+                raised = _each(breaks, real_rows, check, keep_going)
+            else:
+                with self._ambient.on():
+                    for launch, step in breaks:
+                        if launch is not None:
+                            launch()
+                        step.run(real_rows, check)
             if self._last is not None:
                 self._last()
         if raised is not None:
@@ -145,3 +143,21 @@ class SegmentedRecording:
         if self._breaks is None:
             raise ClosedError("this recording was closed; record the callable again")
         return self._breaks
+
+
+def _each(
+    breaks: Sequence[tuple[Launch | None, Break]], real_rows: int | None, check: bool, keep_going: bool
+) -> Exception | None:
+    """Run segments and breaks, each under what was on where it was reached; give the first error if one goes on."""
+    raised: Exception | None = None
+    for launch, step in breaks:
+        if launch is not None:
+            launch()
+        try:
+            with step.ambient.on():
+                step.run(real_rows, check)
+        except Exception as error:
+            if not keep_going:
+                raise
+            raised = raised or error
+    return raised

@@ -147,8 +147,9 @@ def test_settings_are_completed() -> None:
     ("asked", "text"),
     [
         ({"only": ("floors",)}, "--only names ['floors']; sections are"),
-        ({"peers": {"other": Path()}}, "--peer names ['other']; known is sglang"),
+        ({"peers": {"other": Path()}}, "--peer names ['other']; known are breakable, sglang"),
         ({"peers": {"sglang": Path("/nowhere")}}, "unpack the wheel of sglang"),
+        ({"peers": {"breakable": Path("/nowhere")}}, "breakable_cuda_graphs.py is not there; unpack the wheel of"),
         ({"steps": 0}, "--steps 0: expected a positive number"),
         ({"buckets": (0, 4)}, "--buckets [0, 4]: expected positive numbers"),
     ],

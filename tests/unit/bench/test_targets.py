@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from graphglue.bench import baselines, contenders, memory, scaling
+from graphglue.bench import baselines, contenders, memory, scaling, segments
 from graphglue.bench.contenders import AGAIN, FLOOR, ONE_DEVICE, ONE_NUMPY, Contender, Sources
 from graphglue.bench.plot import draw
 from graphglue.bench.results import Report, Row, Section
@@ -36,6 +36,16 @@ def floor_section() -> Section:
     return Section("floor", "one step", rows)
 
 
+def segments_section() -> Section:
+    rows = [
+        timed(segments.of_way(label, way), host_us)
+        for way, times in zip(segments.WAYS, ((400.0, 500.0), (450.0, 500.0)))
+        for label, host_us in zip((segments.OURS, segments.PEER), times)
+    ]
+    memory_row = Row(segments.MEMORY, values={"reserved_ratio": 1.1, "driver_ratio": 1.31})
+    return Section("segments", "", [*rows, memory_row])
+
+
 def report_of(*sections: Section) -> Report:
     return Report({"device": "a GPU"}, "2026-11-29T00:00:00+00:00", {}, "", {}, list(sections))
 
@@ -59,7 +69,7 @@ def test_the_noise_is_named_beside_the_target() -> None:
 
 def test_what_was_not_measured_is_left_open() -> None:
     targets = targets_of(report_of())
-    assert len(targets) == 20
+    assert len(targets) == 24
     assert all(target.reached is None and target.seen == "-" for target in targets)
 
 
@@ -69,6 +79,7 @@ def test_the_other_sections_targets() -> None:
         Section("slots", "", [Row(f"{scaling.PER_SLOT}: {ONE_DEVICE}", values={"us_per_slot": 0.3})]),
         Section("keys", "", [timed(scaling.ONE_KEY, 8.0), timed(scaling.ALL_KEYS, 10.0)]),
         Section("compositions", "", [Row("m", values={"forward_nodes": 2000, "a_ratio": 1.05, "b_ratio": 2.2})]),
+        segments_section(),
     ]
     seen = {target.what: target.reached for target in targets_of(report_of(*sections)) if target.reached is not None}
     assert seen == {
@@ -77,6 +88,10 @@ def test_the_other_sections_targets() -> None:
         "p99 of all keys in turn / one key": True,
         "driver memory at 2,000 nodes, A / the forwards alone": True,
         "driver memory at 2,000 nodes, B / the forwards alone": False,
+        "segmented replay / breakable-cuda-graphs'": True,
+        "segmented replay / breakable-cuda-graphs', the break returns a tensor": False,
+        "12 token buckets / the largest alone, allocator": True,
+        "12 token buckets / the largest alone, driver": False,
     }
 
 
