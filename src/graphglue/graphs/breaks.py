@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +57,16 @@ class _Tree(NamedTuple):
         pairs = zip(self.places, self.held.leaves or ())
         leaves = [leaf if place is None else cuts.head(place, rows) for place, leaf in pairs]
         return pytree.tree_unflatten(leaves, self.held.structure)
+
+
+class Prepared(NamedTuple):
+    """One break at one number of real rows: the function, its arguments, and what takes in its result."""
+
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    accept: Callable[[Any], None]
+    step: Break
 
 
 class Break:
@@ -128,7 +138,6 @@ class Break:
         with without_modes():
             filled = [tensor for _, tensor in self._aligned(self.mark.writes)]
             self._bridges = Bridges(str(self), static, result, given, filled, self.rows, self.mark.pad, self._memory)
-        self._accept = self._bridges.accept
         del self._bound  # it keeps pool memory
         return pytree.tree_unflatten(static, pytree.tree_structure(result))
 
@@ -154,6 +163,22 @@ class Break:
         if self._bridges is not None:
             self._bridges.join(cuts)
 
+    def prepared(self, real_rows: int | None) -> Prepared:
+        """Give what a replay calls, and with what, at one number of real rows."""
+        rows = real_rows if real_rows != self.rows and self.rows is not None else None
+        args, kwargs = self._given[1] if self._given[0] == rows else self._arguments(rows)
+        assert self._bridges is not None
+        return Prepared(self.mark.run, args, kwargs, self._bridges.accepting(rows), self)
+
+    def failure(self, error: Exception) -> Exception:
+        """Give what a replay raises where the function raised."""
+        if isinstance(error, DivergenceError):
+            return error
+        return SegmentError(
+            f"{self} raised {error!r} while a recording was replayed; what the replay computed is void, and the "
+            "next one starts from the first segment"
+        )
+
     def run(self, real_rows: int | None, check: bool = False) -> None:
         """Call the function and bring its result into the bridges, on the caller's current stream.
 
@@ -163,22 +188,16 @@ class Break:
 
         Sync: none of its own; the device with ``check``.
         """
-        rows = real_rows if real_rows != self.rows and self.rows is not None else None
-        args, kwargs = self._given[1] if self._given[0] == rows else self._arguments(rows)
+        call = self.prepared(real_rows)
+        rows = self._given[0]
         try:
-            if check and rows is not None:
-                with self._watched(rows):
-                    fresh = self.mark.run(*args, **kwargs)
-            else:
-                fresh = self.mark.run(*args, **kwargs)
+            with self._watched(rows) if check and rows is not None else nullcontext():
+                fresh = call.run(*call.args, **call.kwargs)
         except DivergenceError:
             raise
         except Exception as error:
-            raise SegmentError(
-                f"{self} raised {error!r} while a recording was replayed; what the replay computed is void, and the "
-                "next one starts from the first segment"
-            ) from error
-        self._accept(fresh, rows)
+            raise self.failure(error) from error
+        call.accept(fresh)
 
     def _arguments(self, rows: int | None) -> Arguments:
         """Build what the function is called with, and keep it for replays with as many real rows."""

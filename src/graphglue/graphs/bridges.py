@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -108,11 +108,20 @@ class Bridges:
         Raises:
             DivergenceError: it differs in structure, shape, dtype, plain values or aliasing; nothing was written.
         """
+        self.accepting(rows)(fresh)
+
+    def accepting(self, rows: int | None) -> Callable[[Any], None]:
+        """Build what ``accept`` does at one number of real rows; each Python call in it counts, break by break."""
         cut = self._cut if self._cut.rows == rows else self._at(rows)
-        if not (fresh is None and self._is_nothing):
-            self._copy(fresh, cut)
-        for tail in cut.tails:
-            tail.fill_(self._pad)
+        copy, is_nothing, tails, pad = self._copy, self._is_nothing, cut.tails, self._pad
+
+        def accept(fresh: Any) -> None:
+            if not is_nothing or fresh is not None:
+                copy(fresh, cut)
+            for tail in tails:
+                tail.fill_(pad)
+
+        return accept
 
     def _copy(self, fresh: Any, cut: _Cut) -> None:
         if self._is_bare and isinstance(fresh, torch.Tensor):  # the common form needs no tree

@@ -10,7 +10,7 @@ import torch
 from graphglue.errors import BindError, ClosedError, DivergenceError
 from graphglue.graphs import session
 from graphglue.graphs.base import Recording
-from graphglue.graphs.breaks import Break
+from graphglue.graphs.breaks import Break, Prepared
 from graphglue.graphs.cuts import Cuts
 from graphglue.graphs.marks import Reaching, breaks_reached, difference
 
@@ -44,9 +44,11 @@ class SegmentedRecording:
         # A break and the segment before it, which for the first break is launched by itself.
         self._breaks = tuple(zip((None, *launches[1:-1]), breaks))
         self._ambient = breaks[0].ambient if breaks and len({step.ambient for step in breaks}) == 1 else None
+        self._launches = (None, *launches[1:-1])
         cuts = Cuts()
         for step in breaks:
             step.join(cuts)
+        self._prepared: tuple[int | None, list[Prepared]] = (None, [step.prepared(None) for step in breaks])
 
     @property
     def first(self) -> Recording | None:
@@ -105,18 +107,33 @@ class SegmentedRecording:
         with session.replaying(self.pool), Reaching(None):
             if (first := lead or self._first) is not None:
                 first()
-            if keep_going or self._ambient is None:
+            if keep_going or check or self._ambient is None:
                 raised = _each(breaks, real_rows, check, keep_going)
             else:
                 with self._ambient.on():
-                    for launch, step in breaks:
-                        if launch is not None:
-                            launch()
-                        step.run(real_rows, check)
+                    self._run(real_rows)
             if self._last is not None:
                 self._last()
         if raised is not None:
             raise raised
+
+    def _run(self, real_rows: int | None) -> None:
+        """Run segments and breaks, all under one ambient; what is called is looked up once for a number of rows."""
+        if self._prepared[0] != real_rows:
+            self._prepared = (real_rows, [step.prepared(real_rows) for _, step in self._opened()])
+        launches, running = self._launches, None
+        try:
+            for launch, call in zip(launches, self._prepared[1]):
+                if launch is not None:
+                    launch()
+                running = call
+                fresh = call.run(*call.args, **call.kwargs)
+                running = None
+                call.accept(fresh)
+        except Exception as error:
+            if running is None or isinstance(error, DivergenceError):
+                raise
+            raise running.step.failure(error) from error
 
     def follow(self, run: Callable[[], Any]) -> None:
         """Call ``run`` eagerly and compare the breaks it reaches with those recorded.
@@ -130,6 +147,7 @@ class SegmentedRecording:
     def close(self) -> None:
         """Drop segments, breaks, outputs and their memory. Calling it twice is fine."""
         self._breaks, self._outputs, self._first, self._last = None, None, None, None
+        self._prepared, self._launches = (None, []), ()
         for segment in self.segments:
             segment.close()
 
