@@ -12,6 +12,7 @@ import torch
 from graphglue.bench.breakable import captured, load_breakable
 from graphglue.bench.contenders import AGAIN, FLOOR, Contender
 from graphglue.bench.prefill import FILLS, RETURNS, BareLoop, Body, Way, writing
+from graphglue.bench.prefill_step import NUM_REQUESTS, Steps
 from graphglue.bench.results import Row, Section
 from graphglue.bench.sections import Settings, measured
 from graphglue.bench.timing import Step
@@ -24,6 +25,8 @@ WAYS = (FILLS, RETURNS)
 BARE, BARE_AGAIN = "a bare loop of the same launches (the floor)", "the bare loop again (A/A)"
 EAGER, OURS, PADDED = "eager", "segmented replay", "segmented replay, other real rows each step"
 PEER = "breakable-cuda-graphs' replay"
+OUR_STEP = "a whole step: Runner.replay"
+PEER_STEP = "a whole step: slice copies, eager prep, breakable-cuda-graphs' replay"
 MEMORY = "token buckets in one pool / the largest alone"
 IN_FLIGHT = (0, 4)
 _ROWS, _NUM_LAYERS, _WIDTH = 64, 32, 256
@@ -42,11 +45,13 @@ def run_segments(settings: Settings, section: Section) -> None:
     """Time a prefill body in all the ways there are to run it, then count the memory of its buckets."""
     if not settings.on_gpu:
         labels = [of_way(label, way) for way in WAYS for label in (BARE, EAGER, OURS, PADDED, PEER)]
+        labels += [OUR_STEP, PEER_STEP]
         section.rows += [Row(label, note=_NEEDS_GPU) for label in (*labels, MEMORY)]
         return
     with torch.no_grad():
         for way in WAYS:
             section.rows += _times(settings, way)
+        section.rows += _step_times(settings)
         section.rows.append(_memory(settings))
     section.notes.append(
         f"{_NUM_LAYERS} layers with one break each, {_ROWS} rows; the break is one small kernel, so that the host's "
@@ -85,6 +90,33 @@ def _times(settings: Settings, way: Way) -> list[Row]:
     names = {FLOOR: BARE, AGAIN: BARE_AGAIN}
     for row in rows:
         row.label = of_way(names.get(row.label, row.label), way)
+    return rows
+
+
+def _step_times(settings: Settings) -> list[Row]:
+    """Time whole steps: sources in, metadata, layers."""
+    body = Body(settings.device, _ROWS, _NUM_LAYERS, _WIDTH)
+    peer, steps = _peer(settings, body, FILLS), Steps(body, FILLS.marked)
+    contenders = [Contender(OUR_STEP, steps.glued)]
+    if peer.step is None:
+        contenders.append(replace(peer, label=PEER_STEP))
+    else:
+        contenders.append(Contender(PEER_STEP, steps.by_hand(peer.step)))
+    proven = [_proven(contender, body, FILLS, settings) for contender in contenders]
+    rows = []
+    with steps.runner:
+        for in_flight in IN_FLIGHT:
+            rows += measured(
+                settings,
+                proven,
+                _Extents(NUM_REQUESTS, _ROWS),
+                in_flight=in_flight,
+                steps=max(5, settings.steps // 4),
+                budget_seconds=5.0,
+                deep=False,
+                crowded=True,
+                describe=f"whole prefill steps, {in_flight} in flight",
+            )
     return rows
 
 

@@ -116,12 +116,18 @@ def _segment_targets(section: Section) -> list[Target]:
     ours, theirs = (
         [section.find(segments.of_way(label, way)) for way in segments.WAYS] for label in (segments.OURS, segments.PEER)
     )
-    memory = section.find(segments.MEMORY)
+    memory, our_step = section.find(segments.MEMORY), section.find(segments.OUR_STEP)
     found = {} if memory is None else memory.values
     return [
         *(
             _at_most(segments.of_way("segmented replay / breakable-cuda-graphs'", way), _ratio(one, other), 0.8, "x")
             for way, one, other in zip(segments.WAYS, ours, theirs)
+        ),
+        _at_most(
+            "a whole prefill step / one with slice copies, eager prep and breakable-cuda-graphs'",
+            _ratio(our_step, section.find(segments.PEER_STEP)),
+            0.8,
+            "x",
         ),
         _at_most("12 token buckets / the largest alone, allocator", found.get("reserved_ratio"), 1.3, ""),
         _at_most("12 token buckets / the largest alone, driver", found.get("driver_ratio"), 1.3, ""),

@@ -63,7 +63,7 @@ def test_the_trace_is_read_and_a_gather_is_timed(tmp_path: Path) -> None:
 
 
 def test_ranks_that_fail_say_why() -> None:
-    with pytest.raises(RuntimeError, match="2 ranks gave no times"):
+    with pytest.raises(RuntimeError, match="2 gloo ranks gave no times"):
         gathers.measure(2, -100)
 
 

@@ -48,7 +48,9 @@ def test_every_way_is_timed_and_right(as_gpu: Settings) -> None:
     rows = ran(as_gpu)
     labels = (segments.BARE, segments.BARE_AGAIN, segments.EAGER, segments.OURS, segments.PADDED, segments.PEER)
     timed = {(segments.of_way(label, way), n) for label in labels for way in segments.WAYS for n in segments.IN_FLIGHT}
-    assert set(rows) == timed | {(segments.MEMORY, None)}
+    steps = {(label, n) for label in (segments.OUR_STEP, segments.PEER_STEP) for n in segments.IN_FLIGHT}
+    assert set(rows) == timed | steps | {(segments.MEMORY, None)}
+    assert all(rows[key].host_us is not None for key in steps)
     assert not [row.note for row in rows.values() if "WRONG" in row.note or "Error" in row.note]
     for key in timed:
         assert rows[key].host_us is not None, rows[key].note

@@ -42,6 +42,7 @@ def segments_section() -> Section:
         for way, times in zip(segments.WAYS, ((400.0, 500.0), (450.0, 500.0)))
         for label, host_us in zip((segments.OURS, segments.PEER), times)
     ]
+    rows += [timed(segments.OUR_STEP, 300.0), timed(segments.PEER_STEP, 600.0)]
     memory_row = Row(segments.MEMORY, values={"reserved_ratio": 1.1, "driver_ratio": 1.31})
     return Section("segments", "", [*rows, memory_row])
 
@@ -69,7 +70,7 @@ def test_the_noise_is_named_beside_the_target() -> None:
 
 def test_what_was_not_measured_is_left_open() -> None:
     targets = targets_of(report_of())
-    assert len(targets) == 24
+    assert len(targets) == 25
     assert all(target.reached is None and target.seen == "-" for target in targets)
 
 
