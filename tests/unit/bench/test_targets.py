@@ -91,6 +91,7 @@ def test_the_other_sections_targets() -> None:
         "driver memory at 2,000 nodes, B / the forwards alone": False,
         "segmented replay / breakable-cuda-graphs'": True,
         "segmented replay / breakable-cuda-graphs', the break returns a tensor": False,
+        "a whole prefill step / one with slice copies, eager prep and breakable-cuda-graphs'": True,
         "12 token buckets / the largest alone, allocator": True,
         "12 token buckets / the largest alone, driver": False,
     }
