@@ -3,10 +3,12 @@
     torchrun --nproc-per-node 4 examples/dp_ranks.py                     # gloo, on the CPU tape
     torchrun --nproc-per-node 2 examples/dp_ranks.py --device cuda       # NCCL, one GPU for each rank
 
-Each rank serves its own requests, and all meet in one collective inside the captured forward, so they must be in
+Each rank serves its own requests, and all meet in collectives inside the captured forward, so they must be in
 the same bucket, all in a graph or all eager, and in the same collective. An engine has two runners here, one for
-decode and one for prompts. Before each step it states its facts once; the plan that comes back says which runner
-every rank uses. Every rank checks its outputs, bit for bit, against the whole group's step computed alone.
+decode and one for prompts. A prompt attends to itself, over a length of its own, which no graph can hold: so the
+prefill is captured in segments, with the attention as an eager break between them, and the collectives stay inside.
+Before each step a rank states its facts once; the plan that comes back says which runner every rank uses. Every
+rank checks its outputs, bit for bit, against the whole group's step computed alone.
 """
 
 from __future__ import annotations
@@ -24,13 +26,14 @@ import torch.distributed as dist
 import graphglue as gg
 from graphglue.ranks import Padding, Planner, RankFacts, RankGroup, RankPlan
 
-WIDTH, VOCABULARY, CONTEXT = 32, 97, 64
+WIDTH, VOCABULARY, CONTEXT, NUM_LAYERS = 32, 97, 64, 2
 DECODE, EXTEND = gg.Mode.DECODE, gg.Mode.EXTEND
 LADDER, TOKEN_LADDER, MAX_REQUESTS = [1, 2, 4, 8], [2, 4, 16, 64], 16
 
 SLOTS = [
     gg.Slot("input_ids", axis="token", dtype=torch.int64, pad=0),
     gg.Slot("positions", axis="token", dtype=torch.int64, pad=0),
+    gg.Slot("lens", axis="request", dtype=torch.int64, pad=0),
     gg.Slot("real_tokens", axis="fixed", inner=(1,), dtype=torch.int64, pad=0, value=gg.RAW_TOKENS),
     gg.Slot("rank_counts", axis="rank", dtype=torch.int32, pad=0, value=gg.RANK_COUNTS),
 ]
@@ -57,54 +60,76 @@ def prep(view: gg.View) -> dict[str, torch.Tensor]:
     return {"scale": view.tables.scale[view.positions]}
 
 
-def forward_of(weights: Weights, rank: int) -> Callable[[gg.View, Any], torch.Tensor]:
-    """Build a rank's forward: its own rows, plus the sum of the rows of all ranks."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+@gg.eager_break(row_aligned=("rows",))
+def attend(rows: torch.Tensor, view: gg.View) -> torch.Tensor:
+    """Attend over each request of the step: it gets the real rows only, of an idle rank none."""
+    lens: list[int] = view.live.lens.tolist()
+    return attended(rows, [*lens, rows.shape[0] - sum(lens)])  # rows of no request: only while a bucket is recorded
+
+
+def attended(rows: torch.Tensor, lens: Sequence[int]) -> torch.Tensor:
+    """Let each row see the rows of its request up to itself."""
+    return torch.cat([request.cumsum(0) for request in rows.split(list(lens))])
+
+
+def forward_of(weights: Weights, rank: int, mode: gg.Mode) -> Callable[[gg.View, Any], torch.Tensor]:
+    """Build a rank's forward: in each layer its own rows, plus the sum of the rows of all ranks."""
 
     def forward(view: gg.View, metadata: Any) -> torch.Tensor:
-        own, meeting = weights.hidden(view.input_ids, metadata["scale"]), view.meeting
-        num_rows = own.shape[0]
-        real = torch.arange(num_rows, device=own.device) < view.real_tokens
-        own = torch.where(real[:, None], own, 0.0)
-        shared = own.new_zeros(meeting.rows, WIDTH)
-        if meeting.padding is Padding.SUM_LEN:  # everybody's rows at an offset of their own, and one sum
-            start = meeting.start(rank)
-            shared[start : start + num_rows] = own
-            dist.all_reduce(shared)
-        else:  # equal parts
-            gather(shared, own)
-        return own + shared.sum(0)
+        rows = weights.hidden(view.input_ids, metadata["scale"])
+        for _ in range(NUM_LAYERS):
+            if mode is EXTEND:  # a request that decodes is one row, which sees itself
+                rows = attend(rows, view)
+            rows = rows + shared(rows, view, rank)
+        return rows
 
     return forward
+
+
+def shared(rows: torch.Tensor, view: gg.View, rank: int) -> torch.Tensor:
+    """Sum the real rows of all ranks, by the collective that was agreed."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    num_rows, meeting = rows.shape[0], view.meeting
+    real = torch.arange(num_rows, device=rows.device) < view.real_tokens
+    own = torch.where(real[:, None], rows, 0.0)
+    buffer = own.new_zeros(meeting.rows, WIDTH)
+    if meeting.padding is Padding.SUM_LEN:  # everybody's rows at an offset of their own, and one sum
+        start = meeting.start(rank)
+        buffer[start : start + num_rows] = own
+        dist.all_reduce(buffer)
+    else:  # equal parts
+        gather(buffer, own)
+    return buffer.sum(0)
 
 
 # What comes in: a pure function of step and rank, so that each rank knows what all of them have.
 
 
 class Work:
-    """One rank's requests of one step: the tokens of each, at its position."""
+    """One rank's requests of one step: the tokens of each, at their positions."""
 
-    def __init__(self, step: int, rank: int, mode: gg.Mode, requests: int, tokens: int) -> None:
-        self.mode, self.requests, self.tokens = mode, requests, tokens
-        self.input_ids = [(31 * step + 7 * rank + 3 * token) % VOCABULARY for token in range(tokens)]
-        self.positions = [(step + rank + token) % CONTEXT for token in range(tokens)]
+    def __init__(self, step: int, rank: int, mode: gg.Mode, lens: Sequence[int]) -> None:
+        self.mode, self.lens, num_tokens = mode, list(lens), sum(lens)
+        self.input_ids = [(31 * step + 7 * rank + 3 * token) % VOCABULARY for token in range(num_tokens)]
+        self.positions = [(step + rank + token) % CONTEXT for token in range(num_tokens)]
 
     def batch(self) -> gg.Batch:
         """Hand it in."""
-        if not self.requests:
+        if not self.lens:
             return gg.Batch.idle(self.mode)
-        sources = {"input_ids": self.input_ids, "positions": self.positions}
-        return gg.Batch(self.requests, sources, self.mode, num_tokens=self.tokens)
+        sources = {"input_ids": self.input_ids, "positions": self.positions, "lens": self.lens}
+        return gg.Batch(len(self.lens), sources, self.mode, num_tokens=sum(self.lens))
 
 
-# What happens, the load of each rank ("p12" is a prompt of 12 tokens), and who objects how.
+# What happens, the load of each rank ("p12+5" are prompts of 12 and of 5 tokens), and who objects how.
 STORY: Sequence[tuple[str, Sequence[int | str], str]] = [
     ("different loads", (3, 1, 4, 2), ""),
     ("rank 1 goes idle", (3, 0, 4, 2), ""),
     ("rank 1 is back, in another bucket", (3, 6, 4, 2), ""),
     ("a prompt on rank 0, the others decode", ("p12", 2, 4, 2), ""),
     ("a prompt beside an idle rank and decode", ("p12", 0, 4, 2), ""),
-    ("prompts of different lengths", ("p12", "p50", "p9", "p16"), ""),
+    ("prompts of different lengths", ("p12+3", "p30+20", "p9", "p2+4+7+3"), ""),
+    ("prompts beside an idle rank", ("p12", 0, "p5+4", "p16"), ""),
     ("rank 1 vetoes the graph", (2, 2, 1, 2), "veto"),
     ("rank 1 has more than the ladder holds", (2, 9, 1, 2), ""),
     ("rank 1's batch is refused", (2, 3, 1, 2), "refused"),
@@ -119,23 +144,26 @@ def works_of(step: int, loads: Sequence[int | str], size: int) -> list[Work]:
     for rank in range(size):
         load = loads[rank % len(loads)]
         if isinstance(load, str):
-            works.append(Work(step, rank, EXTEND, 1, int(load[1:])))
+            works.append(Work(step, rank, EXTEND, [int(length) for length in load[1:].split("+")]))
         else:
-            works.append(Work(step, rank, DECODE, load, load))
+            works.append(Work(step, rank, DECODE, [1] * load))
     return works
 
 
 def reference(weights: Weights, works: Sequence[Work], rank: int) -> torch.Tensor:
     """Compute the whole group's step in one process, without slots, padding or collectives; give a rank's rows."""
     device = weights.scale.device
-    hidden = [
+    rows = [
         weights.hidden(
             torch.tensor(work.input_ids, dtype=torch.int64, device=device),
             weights.scale[torch.tensor(work.positions, dtype=torch.int64, device=device)],
         )
         for work in works
     ]
-    return hidden[rank] + torch.cat(hidden).sum(0)
+    for _ in range(NUM_LAYERS):
+        rows = [attended(own, work.lens) if work.lens else own for own, work in zip(rows, works)]
+        rows = [own + torch.cat(rows).sum(0) for own in rows]
+    return rows[rank]
 
 
 # The engine.
@@ -173,7 +201,7 @@ class Engine:
             registry=registry,
             prep="scales",
             tables={"scale": self.weights.scale},
-            forward=forward_of(self.weights, self.rank),
+            forward=forward_of(self.weights, self.rank, mode),
             device=device,
             ranks=self.group,
             config=gg.RunnerConfig(max_requests=MAX_REQUESTS if mode is EXTEND else None),
@@ -196,6 +224,10 @@ class Engine:
         own = batch.mode if batch.num_requests else graphs  # what runs eagerly stays where it belongs
         return plan, self.runners[graphs if plan.forward is gg.Route.GRAPH else own].replay(batch, plan=plan)
 
+    def num_breaks(self, mode: gg.Mode) -> int:
+        """Count the eager breaks of a runner's largest bucket."""
+        return sum(part["break"] is not None for part in self.runners[mode].stats()["keys"][0]["segments"])
+
     def close(self) -> None:
         """Drop the graphs; they hold collectives, so before the process group."""
         for runner in self.runners.values():
@@ -210,9 +242,9 @@ def run(engine: Engine, size: int) -> int:
         batch = works[rank].batch()
         objects = rank == 1 and bool(objection)
         if objection == "refused" and size > 1:
-            works[1] = Work(number, 1, DECODE, 0, 0)  # it takes part with no rows
+            works[1] = Work(number, 1, DECODE, [])  # it takes part with no rows
             if objects:
-                batch = gg.Batch(3, {"input_ids": [1, 2, 3], "positions": [0]})
+                batch = gg.Batch(3, {"input_ids": [1, 2, 3], "positions": [0], "lens": [1, 1, 1]})
         try:
             plan, step = engine.step(batch, objects and objection == "veto")
         except gg.BindError:
@@ -247,12 +279,15 @@ def main() -> None:
     exchange = dist.new_group(backend="nccl") if chosen.exchange == "device" else None
     size = dist.get_world_size()
     engine = Engine(device, exchange)
+    breaks = {mode.value: engine.num_breaks(mode) for mode in (DECODE, EXTEND)}
+    assert breaks == {"decode": 0, "extend": NUM_LAYERS}
     compared = run(engine, size)
     total = torch.tensor([compared])
     dist.all_reduce(total)
     if engine.rank == 0:
         refused = sum(objection == "refused" for _, _, objection in STORY) if size > 1 else 0
         assert total.item() == size * len(STORY) - refused
+        print(f"eager breaks in a captured step: {breaks}")
         print(
             f"{size} ranks agreed in {len(STORY)} steps; {total.item()} outputs equal the single process, bit for bit"
         )

@@ -83,7 +83,7 @@ class Agreement:
         self._extra = (0,) * getattr(ranks, "num_extra", 0)
         self._entered: RankPlan | None = None  # what the running step was agreed to be
         stepper.bind(self._stand_in_again)
-        capture.together = ranks.every
+        capture.together, capture.lockstep.votes = ranks.every, ranks
         views.meeting_of = lambda key: ranks.planner.captured_meeting(key.bucket, key.mode, ranks.size)
 
     def compare(self, registrations: Iterable[Registration], slots: Iterable[Any]) -> None:

@@ -225,6 +225,7 @@ class GlueGraphCache:
         strict: bool = True,
         during: Callable[[], AbstractContextManager[Any]] = nullcontext,
         barrier: Callable[[], None] | None = None,
+        launch: bool = True,
     ) -> bool:
         """Record a warm key; tell whether it worked. A failure quarantines the key.
 
@@ -235,7 +236,7 @@ class GlueGraphCache:
             key: the key.
             args: what to record with; what the key warmed up with by default.
             strict: see ``Recorder.record``.
-            during, barrier: see ``record_segments``.
+            during, barrier, launch: see ``record_segments``.
         """
         self._check_open()
         entry = self._entries[key]
@@ -246,7 +247,7 @@ class GlueGraphCache:
             if entry.breaks:
                 recording: Recording = record_segments(
                     self._recorder, lambda: self._recorded(entry.args), strict=strict,
-                    like=entry.breaks, during=during, barrier=barrier,
+                    like=entry.breaks, during=during, barrier=barrier, launch=launch,
                 )  # fmt: skip
             else:
                 recording = self._recorder.record(lambda: self._recorded(entry.args), strict=strict)
@@ -259,6 +260,8 @@ class GlueGraphCache:
         except CaptureError as error:
             self._quarantine(key, entry, error)
             return False
+        if entry.has_result:  # what is recorded behind it may run on it before anything of it was replayed
+            copy_into(recording.outputs, entry.result)
         entry.recording, entry.result, entry.has_result = recording, recording.outputs, True
         entry.state, entry.cause = State.CAPTURED, None
         entry.capture_seconds, entry.num_bytes = time.perf_counter() - begin, recording.num_bytes

@@ -22,6 +22,8 @@ from graphglue.device.base import Launch, Reads
 from graphglue.errors import CaptureError, ContractError
 from graphglue.graphs.base import Recorder, Recording
 from graphglue.graphs.segments import SegmentedRecording
+from graphglue.lockstep import Lockstep
+from graphglue.ranks.started import Others
 from graphglue.step import Outputs
 from graphglue.units import Unit, Views
 
@@ -34,7 +36,8 @@ class CaptureHooks:
 
     Args:
         session: ``session()`` gives a context manager around the whole capture (custom all-reduce
-            registers its addresses when it ends). Nothing captured is launched before it has exited.
+            registers its addresses when it ends). Nothing captured is launched before it has exited: eager breaks
+            of a forward then see what lies in memory while they are recorded, so give costly ones a ``stub``.
         key: ``key(key)`` gives a context manager around the recording of each key.
         pool: the engine's own memory pool.
         stream: the engine's own capture stream.
@@ -94,6 +97,7 @@ class Capture:
         self.launches: dict[Key, Composed] = {}
         self._random: dict[Key, str] = {}  # which part of a key draws random numbers
         self.together: Callable[[bool], bool] = bool  # whether a flag holds on every rank
+        self.lockstep, self.others = Lockstep(forward, hooks.barrier), Others()
         self._broken: ContractError | None = None
 
     def run(self, keys: Sequence[Key], progress: bool | None = None, contain: bool = False) -> list[Key]:
@@ -121,9 +125,13 @@ class Capture:
                 self._show(bar, "warm-up", key)
                 self._warm(key, contain)
             self._recorder.finish()
+            self.lockstep.agree(keys)
             for key in keys:
                 self._show(bar, "capture", key)
-                self._record_in_hook(key)
+                with self.lockstep.recording(key), self._containing(False):
+                    self._record_in_hook(key)
+        if self.together is bool:
+            self.others.warn()
         if self._broken is not None:
             broken, self._broken = self._broken, None
             raise broken
@@ -211,7 +219,7 @@ class Capture:
         failed = [unit for unit in self._units if not unit.cache.has_result(key)]
         if self.together(not failed):  # else one rank would wait in a collective of the forward for the others
             view = self._views.of(key)[1]
-            with showing_of(view).on(self._live(key)):
+            with showing_of(view).on(self._live(key)), self.others.watched():
                 forward.warm(key, view, self.metadata(key), keep=False)
         elif failed:
             cause = failed[0].cache.cause(key)
@@ -253,7 +261,8 @@ class Capture:
             # The forward is the engine's own code, compiled inside for all we know: not strict.
             self._forward.record(
                 key, view, self.metadata(key), strict=False,
-                during=lambda: showing_of(view).on(self._live(key)), barrier=self._hooks.barrier,
+                during=lambda: showing_of(view).on(self._live(key)), barrier=self.lockstep.barrier,
+                launch=self._hooks.session is None,
             )  # fmt: skip
         self.compose(key)
 

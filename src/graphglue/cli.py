@@ -153,7 +153,7 @@ def _routes(result: DemoResult) -> Table:
 def _prompts(result: DemoResult) -> str:
     steps, buckets = result.prefill, result.prefill_buckets
     return (
-        f"read through graphs with eager breaks, up to {steps.largest_batch} in a step, chunked at {buckets[-1]} tokens; "
+        f"read in segments with eager breaks, up to {steps.largest_batch} in a step, chunked at {buckets[-1]} tokens; "
         f"buckets {list(buckets)}, {steps.padded_share:.1%} of the rows padded"
     )
 

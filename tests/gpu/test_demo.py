@@ -13,6 +13,8 @@ import torch
 
 from graphglue import demo
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
 
 @pytest.fixture(scope="module")
 def result() -> demo.DemoResult:
@@ -37,6 +39,15 @@ def test_every_route_is_taken(result: demo.DemoResult) -> None:
     }
 
 
+def test_prompts_are_read_in_segments(result: demo.DemoResult) -> None:
+    steps = result.prefill
+    assert {(way.prep, way.forward, way.reason) for way in steps.routes} == {("glue", "graph", "padded")}
+    assert steps.largest_batch > 1
+    assert steps.num_tensors_compared == 5 * steps.num_steps > 0
+    assert steps.num_tokens_compared == result.num_requests
+    assert steps.glued_us is not None
+
+
 def test_it_says_where_it_ran(result: demo.DemoResult) -> None:
     assert result.device == torch.cuda.get_device_name()
     assert result.dtype == "bfloat16"
@@ -51,6 +62,30 @@ def test_a_stale_tail_would_be_found() -> None:
     broken = demo.run(device="cuda", requests=4, fault=stale)
     assert not broken
     assert {found.name for found in broken.differences} >= {"positions", "cu_seq_lens"}
+
+
+def test_a_stale_tail_of_a_prompt_would_be_found() -> None:
+    def stale(step: int, tensors: dict[str, torch.Tensor], num_requests: int) -> None:
+        spare = tensors["input_ids"].shape[0] - tensors["extend_lens"].sum()
+        tensors["extend_lens"][num_requests : num_requests + 1] = spare.clamp(max=1)
+
+    broken = demo.run(device="cuda", requests=2, prefill_fault=stale)
+    assert not broken
+    assert {found.name for found in broken.differences} >= {"prefill last_rows"}
+
+
+def test_the_example_of_prefill_passes() -> None:
+    """Both runners capture on one stream and into one pool; the example asserts that no bit differs."""
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "prefill_segments.py", "--device", "cuda"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 differences from eager steps" in done.stdout
 
 
 def test_a_trace_serves_without_a_difference(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ One GPU is one rank here; the example runs on as many as there are.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -176,12 +177,39 @@ def test_the_counts_of_all_ranks_are_staged_by_the_same_launch() -> None:
     runner.close()
 
 
+def told_by_ranks(script: str, *options: str) -> tuple[int, str]:
+    """Run a script with a GPU for each rank, two at most; give how many ranks there were, and what they printed."""
+    num_ranks = min(2, torch.cuda.device_count())
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), *sys.path])}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    command += [str(ROOT / script), *options]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, check=False)
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-6000:]
+    return num_ranks, ran.stdout
+
+
 @pytest.mark.parametrize("exchange", ["host", "device"])
 def test_the_example_passes_with_a_gpu_for_each_rank(exchange: str) -> None:
-    num_ranks = min(2, torch.cuda.device_count())
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path])}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command += [str(ROOT / "examples" / "dp_ranks.py"), "--device", "cuda", "--exchange", exchange]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, check=False)
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    assert f"{num_ranks} ranks agreed in 11 steps" in ran.stdout
+    num_ranks, text = told_by_ranks("examples/dp_ranks.py", "--device", "cuda", "--exchange", exchange)
+    assert f"{num_ranks} ranks agreed in 12 steps" in text
+
+
+@pytest.mark.parametrize("exchange", ["host", "device"])
+def test_ranks_on_several_gpus_replay_decode_and_segmented_prefill_in_one_bucket(exchange: str) -> None:
+    """Both paddings; a rank that idles, vetoes, is refused, or fails in an eager break. Each checks its own rows."""
+    num_ranks, text = told_by_ranks("tests/gpu/rank_steps.py", "--exchange", exchange)
+    print(text)
+    told = [json.loads(line.split(" ", 2)[2]) for line in text.splitlines() if line.startswith("RANK ")]
+    assert len(told) == num_ranks
+    for rank, one in enumerate(told):
+        decode = ["graph"] * 5 + ["eager", "refused" if rank else "graph" if num_ranks == 1 else "eager"]
+        prefill = ["graph"] * 3 + ["eager" if num_ranks > 1 else "graph", "eager", "graph", "graph", "graph"]
+        if num_ranks > 1:
+            prefill[5:7] = ["SegmentError", "BindError"] if rank else ["graph", "eager"]
+        for padding in Padding:
+            assert one[f"decode {padding.value}"]["seen"] == decode
+            assert one[f"prefill {padding.value}"]["seen"] == prefill
+        for of_one_story in (one[f"{what} {padding.value}"] for what in ("decode", "prefill") for padding in Padding):
+            # The forward's collectives are a child of the one launch, or of the launch that its first segment is in.
+            assert of_one_story["fallbacks"] == []
+            assert of_one_story["one_launch"] == sum(way == "graph" for way in of_one_story["seen"])

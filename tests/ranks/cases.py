@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from typing import Any
@@ -10,9 +11,11 @@ import torch
 import torch.distributed as dist
 
 import graphglue as gg
+from graphglue.errors import SegmentError
 from graphglue.graphs.tape import Tape
 from graphglue.ranks import Padding, Planner, RankFacts, RankGroup, facts
 
+from . import prefill
 from .threads import SLOTS, length_prep, own_of
 
 DECODE, EXTEND = gg.Mode.DECODE, gg.Mode.EXTEND
@@ -239,3 +242,58 @@ def longer_rows(rank: int, size: int) -> Any:
     except gg.RankDisagreementError as error:
         return str(error)
     return ""
+
+
+def prefill_in_segments(rank: int, size: int, device: str = "cpu", exchange: Any = None, rule: Any = None) -> Any:
+    """Prompts through segments with eager breaks: idle, vetoing, refused and failing ranks, each held to its rows.
+
+    Args:
+        rank, size: this rank, and how many there are.
+        device: where the forward runs.
+        exchange: the process group that facts go through.
+        rule: the planner's, for what runs eagerly.
+    """
+
+    def fail(rows: torch.Tensor, view: gg.View, layer: int) -> None:
+        if failing and layer == 0:
+            raise RuntimeError("this rank's attention fails")
+
+    failing = False
+    model = prefill.Prefill(prefill.joined(rank), device, fail)
+    group = RankGroup(exchange, prefill.planner(rule=rule), timeout_s=30, check_every=2)
+    runner = prefill.prefill_runner(group, model, device=device)
+    runner.capture(progress=False)
+    seen = []
+    story = [[[3, 2], [8]], [[5], []], [[], [2, 2]], [[16], [1]], [[17], [3]], [[9], [10]], [[4], [7]], [[], []]]
+    for number, line in enumerate(story):
+        works = prefill.works_of([line[other % 2] for other in range(size)], number)
+        failing = number == 5 and rank == 1
+        batch = works[rank].batch()
+        if number == 6 and size > 1:  # rank 1 is refused, and takes part with no rows
+            works[1] = prefill.Work([])
+            batch = gg.Batch(1, {"lens": [1]}, EXTEND, num_tokens=1) if rank == 1 else batch
+        try:
+            step = runner.replay(batch)
+        except (gg.BindError, SegmentError) as error:
+            seen.append(type(error).__name__)
+            continue
+        if number != 5:  # where the failing rank's rows are void, and so is their sum
+            assert torch.equal(step.outputs["rows"].cpu(), prefill.reference(works)[rank]), (number, step.decision)
+        seen.append(step.decision.forward.value)
+    stats = runner.stats()
+    runner.close()  # its graphs hold collectives, so before the process group
+    return {"seen": seen, "one_launch": stats["one_launch"], "fallbacks": list(stats["launch_fallbacks"])}
+
+
+def alone_with_a_collective(rank: int, size: int) -> Any:
+    """A runner without ranks whose forward meets the others, and one whose forward does not."""
+    told: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("graphglue").addHandler(listener)
+    heard = []
+    for join in (lambda rows, view: rows, lambda rows, view: dist.all_reduce(rows) or rows):
+        runner = prefill.prefill_runner(None, prefill.Prefill(join))
+        runner.capture(progress=False)
+        heard.append([text for text in told if "no ranks" in text])
+    return [len(heard[0]), len(heard[1]), heard[1][0] if heard[1] else ""]

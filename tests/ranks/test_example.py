@@ -23,8 +23,17 @@ def test_the_example_passes_on_four_ranks() -> None:
         capture_output=True, text=True, timeout=200, env=environment, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-4000:]
-    assert "4 ranks agreed in 11 steps; 43 outputs equal the single process, bit for bit" in ran.stdout
-    for what in ("graph  decode", "eager  decode", "graph  extend", "sum_len", "max_len", "rank_veto", "idle"):
+    assert "4 ranks agreed in 12 steps; 47 outputs equal the single process, bit for bit" in ran.stdout
+    for what in (
+        "graph  decode",
+        "eager  decode",
+        "graph  extend",
+        "sum_len",
+        "max_len",
+        "rank_veto",
+        "idle",
+        "'extend': 2",
+    ):
         assert what in ran.stdout, what
 
 

@@ -93,3 +93,16 @@ def test_a_prompt_on_one_rank_beside_decode_on_the_others(tmp_path: Path) -> Non
 
 def test_the_tape_records_collectives(tmp_path: Path) -> None:
     assert launch("recorded_collectives", 2, tmp_path) == [{"wrong": [], "num_calls": 6}] * 2
+
+
+def test_prompts_go_through_segments_and_nobody_waits_for_a_rank_that_fails(tmp_path: Path) -> None:
+    """Each holds its rows against the whole group's step computed alone."""
+    first, second = (result["seen"] for result in launch("prefill_in_segments", 2, tmp_path))
+    assert first == ["graph", "graph", "graph", "eager", "eager", "graph", "eager", "graph"]
+    assert second == [*first[:5], "SegmentError", "BindError", "graph"]
+
+
+def test_a_runner_without_ranks_says_that_its_forward_meets_others(tmp_path: Path) -> None:
+    for without, with_one, text in launch("alone_with_a_collective", 2, tmp_path):
+        assert (without, with_one) == (0, 1)
+        assert "hang; give it ranks=RankGroup(...)" in text

@@ -28,7 +28,7 @@ def test_the_demo_tells_what_it_served_and_exits_with_0(tmp_path: Path) -> None:
     path = tmp_path / "demo.json"
     ran = CliRunner().invoke(app, [*SMALL_RUN, "--json", str(path)])
     assert ran.exit_code == 0, ran.output
-    for text in ("6 requests", "0 differences", "padded", "idle_eager", "bit for bit", "not for speed"):
+    for text in ("6 requests", "0 differences", "padded", "idle_eager", "bit for bit", "not for speed", "in segments"):
         assert text in ran.output, text
     assert json.loads(path.read_text())["num_differences"] == 0
 

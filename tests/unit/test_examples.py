@@ -11,14 +11,28 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # The examples of other issues may need a GPU or several ranks; those bring tests of their own.
-ON_ANY_MACHINE = ("quickstart_cpu", "write_a_prep", "decode_loop", "check_a_backend")
+ON_ANY_MACHINE = ("quickstart_cpu", "write_a_prep", "decode_loop", "check_a_backend", "prefill_segments")
+AZURE = ROOT.parent / "shared" / "data" / "azure_llm_code_2023.csv"
 
 
 @pytest.mark.parametrize("name", ON_ANY_MACHINE)
 def test_example_passes(name: str) -> None:
+    assert ran_example(name).strip()
+
+
+@pytest.mark.skipif(not AZURE.exists(), reason="needs the real trace in ../shared/data to read by path")
+def test_prompts_of_the_real_trace_are_read_in_segments() -> None:
+    said = ran_example("prefill_segments", "--trace", str(AZURE), "--requests", "12")
+    assert "0 differences from eager steps" in said
+    assert "prompts read whole: first tokens equal" in said
+    assert "8819 prompts of up to 7437 tokens in chunks of 2048" in said
+
+
+def ran_example(name: str, *arguments: str) -> str:
+    """Run an example; give what it printed."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path])}
     ran = subprocess.run(
-        [sys.executable, ROOT / "examples" / f"{name}.py"],
+        [sys.executable, ROOT / "examples" / f"{name}.py", *arguments],
         capture_output=True,
         text=True,
         timeout=120,
@@ -26,7 +40,7 @@ def test_example_passes(name: str) -> None:
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.strip()
+    return ran.stdout
 
 
 def test_the_quickstart_is_short() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -89,6 +90,48 @@ def test_a_step_without_requests_keeps_the_padded_shape_and_its_breaks_see_no_ro
         assert graphed(step)
         assert step.outputs["rows"].shape[0] == 0
         assert model.seen == [(0, [])] * len(model.weights)
+
+
+def test_metadata_is_there_while_a_forward_that_indexes_with_it_is_recorded() -> None:
+    class Indexing(Prefill):
+        def forward(self, view: Any, metadata: Any) -> Any:
+            rows = self.table[view.input_ids][metadata["rows"]]
+            for layer, _ in enumerate(self.weights):
+                rows = rows + self.attend(torch.tanh(rows), view, layer)
+            return {"rows": rows}
+
+    def indexing(view: Any) -> Any:
+        return {"rows": view.positions - view.positions + torch.arange(view.positions.shape[0])}
+
+    contract = CONTRACT.model_copy(update={"outputs": {"rows": "token"}})
+    model = Indexing()
+    with captured(model, contract=contract, prep_function=indexing) as runner:
+        assert causes(runner) == []
+        assert graphed(runner.replay(batch([3, 2])))
+
+
+def test_nothing_that_was_captured_runs_before_the_engines_session_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    from graphglue.graphs.tape import TapeRecording
+
+    replayed: list[bool] = []
+    inside: list[bool] = [False]
+    usual = TapeRecording.replay
+    monkeypatch.setattr(TapeRecording, "replay", lambda self: (replayed.append(inside[0]), usual(self))[1])
+
+    @contextmanager
+    def session() -> Iterator[None]:
+        inside[0] = True
+        yield
+        inside[0] = False
+
+    model = Prefill()
+    with captured(model, hooks=gg.CaptureHooks(session=session)) as runner:
+        assert replayed == []
+        served(runner, model, [3, 2])
+        assert replayed
+        assert not any(replayed)
+    with captured(Prefill()):
+        assert replayed, "without a session the segments before a break run"
 
 
 # What breaks see.

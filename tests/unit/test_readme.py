@@ -25,9 +25,23 @@ def test_the_sample_runs_as_printed() -> None:
     check = "\nassert step.outputs['next_token'].tolist() == [2 * row for row in range(13)]"
     check += "\nassert step.decision.reason is gg.Reason.PADDED and step.decision.prep is gg.Route.GLUE"
     check += "\nassert [bucket.requests for bucket in runner.buckets] == [1, 2, 4, 8, 16]"
+    run_printed(sample + check)
+
+
+def test_the_prefill_sample_runs_as_printed() -> None:
+    """The second prompt, 5 to 12, ends at 12: its row is 12 plus twice the sum of the prompt."""
+    (sample,) = blocks("python prefill")
+    check = "\nassert step.outputs[:, 0].tolist() == [4 + 2 * sum(range(5)), 12 + 2 * sum(range(5, 13))]"
+    check += "\nassert step.decision.forward is gg.Route.GRAPH and step.decision.prep is gg.Route.GLUE"
+    check += "\nassert step.decision.bucket.tokens == 16 and len(step.outputs) == 2"
+    run_printed(sample + check)
+
+
+def run_printed(program: str) -> None:
+    """Run a program as a reader would."""
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     ran = subprocess.run(
-        [sys.executable, "-c", sample + check],
+        [sys.executable, "-c", program],
         capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, timeout=120,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr

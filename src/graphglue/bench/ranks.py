@@ -9,6 +9,7 @@ from contextlib import closing
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 import graphglue as gg
@@ -34,6 +35,9 @@ def run_ranks(settings: Settings, section: Section) -> None:
     section.rows += _after_agree(settings)
     asked = settings.on_gpu or "ranks" in settings.only
     section.rows += [_gathered(size, settings) for size in (GATHERED if asked else GATHERED[:1])]
+    if settings.on_gpu and dist.is_available() and dist.is_nccl_available():
+        num_gpus = torch.accelerator.device_count()
+        section.rows += [_gathered(size, settings, "nccl") for size in GATHERED if size <= num_gpus]
     section.notes.append(
         "fleets: the trace's requests, decode buckets to 32, prompts to 2,048 tokens, a row of 14 KB, experts without "
         "all-to-all; host us is the planner's, on the gathered matrix"
@@ -45,8 +49,10 @@ def label_of(num_ranks: int) -> str:
     return f"a fleet of {num_ranks} ranks"
 
 
-def gathered_label(size: int) -> str:
+def gathered_label(size: int, backend: str = "gloo") -> str:
     """Name the row of an agreement."""
+    if backend == "nccl":
+        return f"agree on {size} NCCL ranks; the floor is a bare all_gather with its copies"
     return f"agree on {size} gloo ranks; the floor is a bare all_gather"
 
 
@@ -126,13 +132,13 @@ def _stepping(runner: gg.Runner, raw: int, sources: Sources) -> Any:
     return step
 
 
-def _gathered(size: int, settings: Settings) -> Row:
-    row = Row(gathered_label(size))
-    if not (hasattr(os, "fork") and dist.is_available() and dist.is_gloo_available()):
+def _gathered(size: int, settings: Settings, backend: str = "gloo") -> Row:
+    row = Row(gathered_label(size, backend))
+    if backend == "gloo" and not (hasattr(os, "fork") and dist.is_available() and dist.is_gloo_available()):
         row.note = "needs gloo and fork"
         return row
     rounds = max(20, min(500, settings.steps))
-    times = gathers.measure(size, rounds)
+    times = gathers.measure(size, rounds, backend)
     row.num_steps, row.host_us, row.floor_us = rounds, times["agree"], times["bare"]
     row.times_floor = times["agree"] / times["bare"]
     row.note = f"{os.cpu_count()} processors"

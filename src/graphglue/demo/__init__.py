@@ -34,12 +34,14 @@ def run(
     *,
     prep: Prep | None = None,
     fault: Fault | None = None,
+    prefill_fault: Fault | None = None,
     on_finish: Callable[[int], object] = lambda num_finished: None,
 ) -> DemoResult:
     """Serve requests through ``graphglue.Runner``, and compare every step with its eager twin.
 
-    On the CPU the model is float64 and a third engine decodes without padding; on a GPU it is
-    bfloat16.
+    Prompts are read through graphs with eager breaks, several in a step, in chunks of the largest token
+    bucket. On the CPU the model is float64 and a third engine reads and decodes without padding; on a GPU
+    it is bfloat16.
 
     Args:
         trace: a CSV file of arrivals (TIMESTAMP, ContextTokens, GeneratedTokens); seeded ones without.
@@ -47,7 +49,8 @@ def run(
         requests: how many requests to serve, at least 1.
         seed: seeds arrivals, prompts and weights.
         prep: a decode prep with the contract of "paged-decode", in place of the shipped one.
-        fault: breaks the twin's tensors on purpose: (step, slot name -> tensor, real rows).
+        fault: breaks the twin's tensors of decode steps on purpose: (step, slot name -> tensor, real requests).
+        prefill_fault: the same for the steps that read prompts.
         on_finish: called with how many requests finished, after each step.
 
     Raises:
@@ -68,13 +71,23 @@ def run(
     on_cpu = where.type == "cpu"
     dtype = torch.float64 if on_cpu else torch.bfloat16
     model = Transformer(ModelShape(), seed=seed, dtype=dtype, device=where)
-    engine = Engine(LIMITS, model, prep=prep, unpadded=on_cpu, fault=fault, seed=seed, on_finish=on_finish)
+    engine = Engine(
+        LIMITS,
+        model,
+        prep=prep,
+        unpadded=on_cpu,
+        fault=fault,
+        prefill_fault=prefill_fault,
+        seed=seed,
+        on_finish=on_finish,
+    )
     with _one_thread():
         tally = engine.serve(served)
     return tally.result(
         device=where,
         num_requests=len(served),
         num_prompt_tokens=sum(request.prompt_len for request in served),
+        prefill_buckets=LIMITS.prefill_ladder.sizes,
         arrivals=f"seeded generator, seed {seed}" if trace is None else f"trace {trace}",
         fitting=FITTING,
         dtype=str(dtype).removeprefix("torch."),

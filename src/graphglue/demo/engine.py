@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
+from graphglue.core.buckets import Ladder
 from graphglue.demo.arrivals import Request
-from graphglue.demo.checked import CheckedDecoder, Prep, Row, Sampled
+from graphglue.demo.checked import GLUED, TWIN, UNPADDED, CheckedDecoder, Prep, Row, Sampled
+from graphglue.demo.checked_prefill import CheckedPrefill, Prompt
 from graphglue.demo.model import Transformer
 from graphglue.demo.pages import Lease, PagePool
 from graphglue.demo.report import Tally
@@ -19,13 +21,23 @@ from graphglue.preps import paged_decode
 
 @dataclass(frozen=True)
 class EngineShape:
-    """The engine's limits. ``max_running`` above the ladder's end makes some steps leave the ladder."""
+    """The engine's limits. ``max_running`` above the ladder's end makes some steps leave the ladder.
+
+    Prompts are read in token buckets of up to ``max_chunk`` tokens, and up to ``max_prefilled`` in a step.
+    """
 
     ladder: tuple[int, ...] = (1, 2, 4, 8, 16)
+    max_chunk: int = 64
+    max_prefilled: int = 6
     max_running: int = 18
     max_prompt: int = 192
     max_generated: int = 48
     num_pages: int = 200
+
+    @property
+    def prefill_ladder(self) -> Ladder:
+        """The token buckets; none is more than twice as large as what it holds, where the router would run eagerly."""
+        return Ladder.bounded(self.max_chunk, waste=1.0)
 
 
 @dataclass
@@ -51,8 +63,9 @@ class Engine:
         shape: the limits; ``max_prompt + max_generated`` fits the model's context.
         model: what to serve.
         prep: the decode prep; "paged-decode" by default.
-        unpadded: also decode without padding, and compare the tokens.
-        fault: breaks the twin's filled tensors on purpose, to show that the comparison can fail.
+        unpadded: also read and decode without padding, and compare the tokens.
+        fault: breaks the twin's filled tensors of decode steps on purpose, to show that the comparison can fail.
+        prefill_fault: the same for the steps that read prompts.
         seed: seeds the prompts.
         on_finish: called with how many requests finished, after each step.
     """
@@ -65,6 +78,7 @@ class Engine:
         prep: Prep | None = None,
         unpadded: bool = False,
         fault: Fault | None = None,
+        prefill_fault: Fault | None = None,
         seed: int = 0,
         on_finish: Callable[[int], object] = lambda num_finished: None,
     ) -> None:
@@ -79,14 +93,26 @@ class Engine:
             max_context=model.shape.max_context,
             device=model.device,
         )
+        names = (GLUED, TWIN, UNPADDED) if unpadded else (GLUED, TWIN)
+        caches = {name: model.new_caches(self._pool.num_pages) for name in names}
+        self._tally, table = Tally(), self._pool.req_to_token
         self._decoder = CheckedDecoder(
             model,
+            caches,
+            self._tally,
             ladder=shape.ladder,
-            req_to_token=self._pool.req_to_token,
-            num_pages=self._pool.num_pages,
+            req_to_token=table,
             prep=prep or paged_decode.make(page_size),
-            unpadded=unpadded,
             fault=fault,
+        )
+        self._prefill = CheckedPrefill(
+            model,
+            caches,
+            self._tally,
+            ladder=shape.prefill_ladder,
+            max_requests=shape.max_prefilled,
+            req_to_token=table,
+            fault=prefill_fault,
         )
 
     def serve(self, requests: Sequence[Request]) -> Tally:
@@ -96,29 +122,32 @@ class Engine:
             requests: in order of arrival; each fits the shape's limits.
         """
         arriving, waiting = deque(requests), deque[Request]()
-        with self._decoder.runner as runner:
-            runner.capture()
+        with self._decoder.runner as decode, self._prefill.runner as prefill:
+            decode.capture()
+            prefill.capture()
             for step in count():
                 while arriving and arriving[0].arrival <= step:
                     waiting.append(arriving.popleft())
-                self._admit(waiting)
+                self._admit(step, waiting)
                 if not (arriving or waiting or self._running):
                     break
                 self._decode(step)
-        return self._decoder.tally
+        return self._tally
 
-    def _admit(self, waiting: deque[Request]) -> None:
-        """Start requests, first come first served, while rows and pages last."""
+    def _admit(self, step: int, waiting: deque[Request]) -> None:
+        """Start requests, first come first served, while rows and pages last, and read their prompts."""
+        admitted, prompts = [], []
         while waiting and self._pool.can_admit(waiting[0].prompt_len + waiting[0].generated_len):
             request = waiting.popleft()
             lease = self._pool.admit(request.prompt_len + request.generated_len)
             self._pool.grow(lease, request.prompt_len)
             locations = [self._pool.location(lease, position) for position in range(request.prompt_len)]
-            prompt = list(self._prompts.randbytes(request.prompt_len))
-            running = Running(lease, request.prompt_len, request.generated_len, {})
-            running.take(self._decoder.prefill(prompt, locations))
-            self._running.append(running)
-            self._decoder.tally.num_tokens += 1
+            prompts.append(Prompt(list(self._prompts.randbytes(request.prompt_len)), lease.row, locations))
+            admitted.append(Running(lease, request.prompt_len, request.generated_len, {}))
+        for running, sampled in zip(admitted, self._prefill.read(step, prompts), strict=True):
+            running.take(sampled)
+        self._running += admitted
+        self._tally.num_tokens += len(admitted)
         self._retire()
 
     def _decode(self, step: int) -> None:
@@ -130,7 +159,7 @@ class Engine:
             rows.append(Row(running.num_tokens, running.lease.row, location, running.sampled))
         for running, sampled in zip(self._running, self._decoder.decode(step, rows), strict=True):
             running.take(sampled)
-        self._decoder.tally.num_tokens += len(rows)
+        self._tally.num_tokens += len(rows)
         self._retire()
 
     def _retire(self) -> None:

@@ -2,7 +2,7 @@
 
 RMSNorm, rotary positions, grouped-query attention, SwiGLU; byte tokens; seeded random weights. The
 decode forward is written as an engine's is: fixed shapes, nothing read on the host, keys and values
-found through the page table. Legend of the shape comments:
+found through the page table; ``prefill`` has the forward that reads packed prompts. Legend of the shape comments:
 
     N rows of a decode step, T prompt tokens, C max_context, P page_size,
     H query heads, K key/value heads, G = H / K query heads per key/value head, D head_dim.
@@ -133,7 +133,7 @@ class Transformer:
             weights = _masked_softmax(scores, visible[:, None, None, :])
             return torch.einsum("nkgc,nckd->nkgd", weights, all_values)
 
-        logits = self._forward(caches, view.input_ids, positions, attend)
+        logits = self.hidden(caches, view.input_ids, positions, attend) @ self.head
         return {"next_token": logits.argmax(dim=-1), "logits": logits}
 
     def prefill(self, caches: list[KVCache], tokens: Tensor, locations: Tensor) -> Tensor:
@@ -149,19 +149,28 @@ class Transformer:
 
         Sync: none. Capturable: no, T differs from prompt to prompt.
         """
-        positions = self.context[: tokens.shape[0]]
-        visible = positions <= positions[:, None]  # [T, T]
 
         def attend(cache: KVCache, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             cache.write(locations, keys, values)
-            scores = torch.einsum("tkgd,ckd->tkgc", queries, keys) * self.shape.head_dim**-0.5
-            weights = _masked_softmax(scores, visible[:, None, None, :])
-            return torch.einsum("tkgc,ckd->tkgd", weights, values)
+            return causal_attention(queries, keys, values)
 
-        return self._forward(caches, tokens, positions, attend)[-1].argmax(dim=-1)
+        hidden = self.hidden(caches, tokens, self.context[: tokens.shape[0]], attend)
+        return (hidden @ self.head)[-1].argmax(dim=-1)
 
-    def _forward(self, caches: list[KVCache], tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Give the logits [rows, vocab]; ``attend`` is what differs between decode and prefill."""
+    def hidden(self, caches: list[KVCache], tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Run the layers; ``attend`` is what differs between decode and prefill.
+
+        Args:
+            caches: one per layer, handed to ``attend``.
+            tokens: [rows] int64.
+            positions: [rows] int64, in each token's own sequence.
+            attend: called in each layer.
+
+        Returns:
+            The normed rows, [rows, hidden]; times ``head`` they are logits.
+
+        Sync, Capturable: as ``attend``.
+        """
         hidden = self.embedding[tokens]
         turn = (self.cos[positions], self.sin[positions])  # [rows, D / 2] each
         heads = (self.shape.num_kv_heads, -1, self.shape.head_dim)
@@ -173,7 +182,27 @@ class Transformer:
             hidden = hidden + attend(cache, queries, keys, values).flatten(1) @ layer.output
             normed = _rms_norm(hidden, layer.ffn_norm)
             hidden = hidden + (functional.silu(normed @ layer.gate) * (normed @ layer.up)) @ layer.down
-        return _rms_norm(hidden, self.final_norm) @ self.head
+        return _rms_norm(hidden, self.final_norm)
+
+
+def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, prefix: int = 0) -> Tensor:
+    """Let each row of one sequence see the sequence up to itself.
+
+    Args:
+        queries: [T, K, G, D], the rows behind the first ``prefix`` ones.
+        keys, values: [prefix + T, K, D].
+        prefix: tokens in front of the queries.
+
+    Returns:
+        The mixed values, [T, K, G, D].
+
+    Sync: none.
+    """
+    columns = torch.arange(keys.shape[0], device=keys.device)
+    visible = columns <= columns[prefix:, None]  # [T, prefix + T]
+    scores = torch.einsum("tkgd,ckd->tkgc", queries, keys) * queries.shape[-1] ** -0.5
+    weights = _masked_softmax(scores, visible[:, None, None, :])
+    return torch.einsum("tkgc,ckd->tkgd", weights, values)
 
 
 def _rms_norm(hidden: Tensor, weight: Tensor) -> Tensor:

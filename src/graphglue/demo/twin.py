@@ -18,61 +18,60 @@ from torch import Tensor
 
 from graphglue.core.buckets import Bucket
 from graphglue.core.slots import Slot
-from graphglue.demo.model import KVCache, Transformer
 
-Fault = Callable[[int, dict[str, Tensor], int], None]  # (step, the twin's filled tensors, real rows)
+Fault = Callable[[int, dict[str, Tensor], int], None]  # (step, the twin's filled tensors, real requests)
+Outputs = Mapping[str, Tensor]
 SAME_SIZE_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class EagerTwin:
-    """Decode a step with fresh tensors and eager calls.
+    """Run a step with fresh tensors and eager calls.
 
     Args:
-        model: the model; its weights are shared, the caches are not.
         prep: the function that the runner captured.
+        forward: ``forward(view, metadata)``, over caches of the twin's own.
         slots: names, axes, dtypes and pads of the inputs, in the order they are filled.
         req_to_token: the engine's table, only read.
-        num_pages: pages of the twin's own caches, the sink included.
     """
 
     def __init__(
         self,
-        model: Transformer,
-        prep: Callable[[Any], Mapping[str, Tensor]],
+        prep: Callable[[Any], Outputs],
+        forward: Callable[[Any, Any], Outputs],
         slots: Sequence[Slot],
         req_to_token: Tensor,
-        num_pages: int,
     ) -> None:
-        self.caches: list[KVCache] = model.new_caches(num_pages)
-        self._model, self._prep, self._slots = model, prep, slots
+        self._prep, self._forward, self._slots = prep, forward, slots
         self._tables = SimpleNamespace(req_to_token=req_to_token)
 
     def step(
-        self, bucket: Bucket, num_requests: int, sources: Mapping[str, Any], fault: Callable[..., None] | None
-    ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+        self, bucket: Bucket, raw: Bucket, sources: Mapping[str, Any], fault: Callable[..., None] | None
+    ) -> tuple[Outputs, Outputs]:
         """Run prep and forward at the bucket's shapes, and give metadata and outputs, pad rows included.
 
         Args:
             bucket: the padded extents, or the real ones for an unpadded step.
-            num_requests: real rows.
+            raw: the real ones.
             sources: slot name -> its real values.
-            fault: called with the filled tensors and ``num_requests``, to break them on purpose.
+            fault: called with the filled tensors and the real requests, to break them on purpose.
 
-        Sync: none, on a stream that is not busy.
+        Sync: the forward's.
         """
-        tensors = {slot.name: self._filled(slot, bucket, num_requests, sources) for slot in self._slots}
+        real = {slot.name: slot.rows(raw.requests, raw.tokens) for slot in self._slots}
+        tensors = {slot.name: self._filled(slot, bucket, real[slot.name], sources) for slot in self._slots}
         if fault is not None:
-            fault(tensors, num_requests)
-        view = SimpleNamespace(**tensors, tables=self._tables, bucket=bucket)
+            fault(tensors, raw.requests)
+        live = SimpleNamespace(**{name: tensor[: real[name]] for name, tensor in tensors.items()})
+        view = SimpleNamespace(**tensors, tables=self._tables, bucket=bucket, live=live)
         metadata = self._prep(view)
-        return metadata, self._model.decode(self.caches, view, metadata)
+        return metadata, self._forward(view, metadata)
 
-    def _filled(self, slot: Slot, bucket: Bucket, num_requests: int, sources: Mapping[str, Any]) -> Tensor:
+    def _filled(self, slot: Slot, bucket: Bucket, num_real: int, sources: Mapping[str, Any]) -> Tensor:
         num_rows = slot.rows(bucket.requests, bucket.tokens)
         pad: Any = slot.pad  # a number: the demo has no cumulative slot
-        filled = torch.full((num_rows,), pad, dtype=slot.dtype, device=self._model.device)
-        if num_requests:
-            filled[:num_requests].copy_(torch.as_tensor(sources[slot.name]), non_blocking=True)
+        filled = torch.full((num_rows,), pad, dtype=slot.dtype, device=self._tables.req_to_token.device)
+        if num_real:
+            filled[:num_real].copy_(torch.as_tensor(sources[slot.name]), non_blocking=True)
         return filled
 
 

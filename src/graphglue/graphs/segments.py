@@ -5,7 +5,7 @@ recording is on, a call of a marked function ends the segment, runs the function
 else, inside a plain recording and inside another break too, it is a plain call.
 
 So that a break sees real values, each segment is replayed once as soon as it has ended: recording runs the
-callable for real up to its last break. Work in the last segment does not happen.
+callable for real up to its last break. Work in the last segment does not happen. ``launch=False`` leaves that out.
 
 Per-step state reaches a break through objects that live longer than a step (a context, static buffers). Its
 tensors are held by address where the pool owns them, and as they are otherwise; tensors that hide inside other
@@ -82,6 +82,7 @@ def record_segments(
     like: Sequence[str] | None = None,
     barrier: Callable[[], None] | None = None,
     during: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    launch: bool = True,
 ) -> SegmentedRecording:
     """Record ``run`` in segments, split at the calls of marked functions.
 
@@ -91,8 +92,11 @@ def record_segments(
         strict: as for ``Recorder.record``. Without it side streams are the callable's to join before a break.
         like: the breaks to be reached, in order: those of another bucket, of another rank, or of the warm-up
             (``breaks_reached``).
-        barrier: called before each break's function while recording, so that ranks meet.
+        barrier: called before each segment runs while recording, and with it the break behind it, so that ranks meet.
         during: gives a context manager around each break's function while recording.
+        launch: replay each segment as it ends, so that the break behind it sees real values. Off where nothing that
+            was captured may run yet; such a break sees whatever lies in its arguments' memory, so give it a ``stub``
+            if that can hurt.
 
     Raises:
         CaptureError: a segment holds what can not be recorded; a break raised, returned what can not be held, was
@@ -106,7 +110,7 @@ def record_segments(
     with ExitStack() as stack:
         stack.enter_context(session.alone("segmented recording"))
         stack.enter_context(session.held_collection())
-        return _Splitting(open_parts, strict, like, barrier, during).record(run)
+        return _Splitting(open_parts, strict, like, barrier, during, launch).record(run)
 
 
 class _Splitting:
@@ -119,8 +123,10 @@ class _Splitting:
         like: Sequence[str] | None,
         barrier: Callable[[], None] | None,
         during: Callable[[], AbstractContextManager[Any]],
+        launch: bool,
     ) -> None:
         self._parts, self._like, self._barrier, self._during = open_parts(strict), like, barrier, during
+        self._may_launch = launch
         self._segments: list[Recording] = []
         self._launches: list[Launch | None] = []
         self._breaks: list[Break] = []
@@ -167,12 +173,12 @@ class _Splitting:
         self._close(None)
         ambient = Ambient.here(self._parts.device.type)
         with without_modes(), Reaching(None):
-            if (launch := self._launches[-1]) is not None:
-                launch()
             step = Break(mark, mark.bind(args, kwargs), self._parts, ambient, len(self._breaks))
             self._check_rows(step)
             if self._barrier is not None:
                 self._barrier()
+            if self._may_launch and (launch := self._launches[-1]) is not None:
+                launch()
             with self._during():
                 result = step.first()
         self._open()

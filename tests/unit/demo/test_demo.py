@@ -34,6 +34,17 @@ def test_no_bit_differs(result: DemoResult) -> None:
     assert result.num_tensors_compared == 6 * result.num_steps  # four of metadata, two outputs
 
 
+def test_prompts_are_read_in_segments(result: DemoResult) -> None:
+    steps = result.prefill
+    assert {(way.prep, way.forward, way.reason) for way in steps.routes} == {("glue", "graph", "padded")}
+    assert steps.num_steps == sum(way.num_steps for way in steps.routes) > 0
+    assert steps.largest_batch > 1
+    assert result.prefill_buckets[-1] < result.num_prompt_tokens
+    assert 0.0 < steps.padded_share < 0.5  # no bucket is more than twice as large as what it holds
+    assert steps.num_tokens_compared == steps.num_tokens_compared_unpadded == result.num_requests
+    assert steps.num_tensors_compared == 5 * steps.num_steps  # two of metadata, three outputs
+
+
 def test_every_route_is_taken(result: DemoResult) -> None:
     ways = {(way.prep, way.forward, way.reason): way.num_steps for way in result.routes}
     assert set(ways) == {
@@ -63,6 +74,7 @@ def test_the_json_has_every_field(result: DemoResult, tmp_path: Path) -> None:
     assert read["torch_version"] == torch.__version__
     assert read["device"].startswith("CPU")
     assert {way["reason"] for way in read["routes"]} >= {"padded", "unpadded", "idle_eager", "over_ladder"}
+    assert {way["forward"] for way in read["prefill"]["routes"]} == {"graph"}
 
 
 @pytest.mark.skipif(not AZURE.exists(), reason="needs the real trace in ../shared/data to read by path")
@@ -82,6 +94,27 @@ def test_a_stale_tail_is_found() -> None:
     assert {found.name for found in broken.differences} >= {"positions", "cu_seq_lens"}
     positions = next(found for found in broken.differences if found.name == "positions")
     assert (positions.glued, positions.expected) == ("0", "6")
+
+
+def test_a_stale_tail_of_a_prompt_is_found() -> None:
+    """Requests that are not there own rows of the bucket."""
+
+    def stale(step: int, tensors: dict[str, torch.Tensor], num_requests: int) -> None:
+        spare = tensors["input_ids"].shape[0] - tensors["extend_lens"].sum()
+        tensors["extend_lens"][num_requests : num_requests + 1] = spare.clamp(max=1)
+
+    broken = demo.run(device="cpu", requests=2, prefill_fault=stale)
+    assert not broken
+    assert {found.name for found in broken.differences} >= {"prefill last_rows"}
+
+
+def test_a_wrong_prompt_is_found_in_every_step() -> None:
+    def other_prompt(step: int, tensors: dict[str, torch.Tensor], num_requests: int) -> None:
+        tensors["input_ids"] += 1
+
+    broken = demo.run(device="cpu", requests=1, prefill_fault=other_prompt)
+    assert {found.name for found in broken.differences} >= {"prefill hidden", "prefill logits"}
+    assert broken.num_differences > 2 * broken.prefill.num_steps  # and the decode steps behind them
 
 
 def test_a_wrong_token_is_found() -> None:
