@@ -114,6 +114,38 @@ def check_declarations(
         raise ConfigError(f"RunnerConfig.glue names preps {sorted(unknown)}; this runner has {names}")
 
 
+def check_staging(config: RunnerConfig, registrations: Iterable[Registration], ranks: Any, recorder: Any) -> None:
+    """Check that steps of a runner can be staged ahead, where its config asks for that.
+
+    Raises:
+        ConfigError: ranks, a recorder from outside, or a prep with effects.
+    """
+    if not config.staging:
+        return
+    if ranks is not None:
+        raise ConfigError(
+            "RunnerConfig(staging=True) with ranks: a step is staged before the ranks agree on it; leave one out"
+        )
+    if recorder is not None:
+        raise ConfigError(
+            "RunnerConfig(staging=True) with recorder=...: staged preps are recorded into a memory pool of their own, "
+            "by a recorder that the runner makes; leave recorder out"
+        )
+    if changing := [r.name for r in registrations if r.contract is not None and r.contract.effects]:
+        raise ConfigError(
+            f"RunnerConfig(staging=True): preps {changing} declare effects, and a staged step that is not taken runs "
+            "once more; leave staging off, or move what changes tables into a runner of its own"
+        )
+
+
+def recorders(device: Device, hooks: CaptureHooks, given: Recorder | None, staging: bool) -> tuple[Recorder, Recorder]:
+    """Give the recorders of preps and forward: one for both, or two pools where preps may run beside a forward."""
+    if staging:
+        return device.recorders(hooks.stream, hooks.pool)
+    recorder = given or device.recorder(hooks.stream, hooks.pool)
+    return recorder, recorder
+
+
 def check_adoption(units: Iterable[Unit], has_forward: bool) -> None:
     """Check that a runner can take in a forward that the engine captured.
 

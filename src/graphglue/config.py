@@ -22,6 +22,7 @@ _FROM_ENVIRONMENT = (
     "certificate_path",
     "clone_outputs",
     "events",
+    "staging",
     "warmups",
 )
 
@@ -76,6 +77,8 @@ class RunnerConfig(BaseModel):
         certificate_path: the file that ``graphglue audit MODULE:FACTORY --json FILE`` wrote.
         clone_outputs: return copies that later replays do not rewrite.
         events: record ``Step.sources_read()`` and ``Step.tables_read()``; about 4 us of device time a step.
+        staging: let ``Runner.stage`` run the front of the next step beside other work. Preps are then recorded into a
+            memory pool of their own, and each replay records one event behind its forward.
         max_requests: request rows where the ladder counts tokens (EXTEND).
         modes: the modes to capture; by default all that the contracts declare.
         warmups: real runs of each key before it is recorded.
@@ -96,6 +99,7 @@ class RunnerConfig(BaseModel):
     certificate_path: Path | None = None
     clone_outputs: bool = False
     events: bool = False
+    staging: bool = False
     max_requests: int | None = Field(default=None, ge=1)
     modes: frozenset[Mode] | None = None
     warmups: int = Field(default=2, ge=1)

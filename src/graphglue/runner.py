@@ -14,12 +14,14 @@ from graphglue.assembly import (
     check_adoption,
     check_declarations,
     check_kinds,
+    check_staging,
     key_space,
     read_events,
+    recorders,
     resolve_preps,
 )
 from graphglue.cache import GlueGraphCache
-from graphglue.capture import Capture, CaptureHooks, key_stats
+from graphglue.capture import Capture, CaptureHooks
 from graphglue.config import RunnerConfig
 from graphglue.core.batch import Batch
 from graphglue.core.buckets import Bucket, Ladder
@@ -35,10 +37,12 @@ from graphglue.rank_space import agreed_space, checked_ranks
 from graphglue.ranks.facts import RankFacts
 from graphglue.ranks.plan import RankPlan
 from graphglue.registry import Prep, Registration, Registry
+from graphglue.staging import not_asked_for, way_to_run
 from graphglue.step import Outputs, Prepared, Step, checked_axes
 from graphglue.stepping import Stepper
 from graphglue.turn import Turn, in_use
 from graphglue.units import Views
+from graphglue.upkeep import Upkeep
 
 
 class Runner:
@@ -91,15 +95,16 @@ class Runner:
         self._output_axes = checked_axes(output_axes)
         self._several = isinstance(prep, (list, tuple))
         registrations = resolve_preps(prep, registry)
+        check_staging(self.config, registrations, ranks, recorder)
         space = key_space(Ladder(ladder), tokens_per_request, variants, registrations, self.config)
         self.space = agreed_space(space, checked_ranks(ranks), self.config.max_requests)
         self.arena = Arena(slots, self.space, device=device, num_ranks=1 if ranks is None else ranks.size)
         self._tables = Tables(tables or {}, self.arena.device.torch_device)
         check_declarations(registrations, self.arena.slots, self._tables.tensors, self.config)
         hooks = hooks or CaptureHooks()
-        recorder = recorder or self.arena.device.recorder(hooks.stream, hooks.pool)
+        preps_recorder, recorder = recorders(self.arena.device, hooks, recorder, self.config.staging)
         tensors = self._tables.tensors
-        self._units = [build_unit(one, recorder, self.config, self.arena, tensors) for one in registrations]
+        self._units = [build_unit(one, preps_recorder, self.config, self.arena, tensors) for one in registrations]
         self._reads = read_events(self.arena.device, self._units) if self.config.events else None
         self._forward = None if forward is None else GlueGraphCache(
             forward, recorder=recorder, name="forward", segmented=True,
@@ -113,6 +118,10 @@ class Runner:
             self.arena, self._units, self._forward, forward, self._views, self._capture,
             self._output_axes, self.config, self._join, self._reads,
         )  # fmt: skip
+        self._staging, self._run = way_to_run(
+            self.config, self.arena, self._units, self._tables.tensors, self._capture, self._stepper
+        )
+        self._upkeep = Upkeep(self.arena, self._units, self._capture, self._stepper, self._staging, self._output_axes)
         self._wanted: tuple[Key, ...] = ()
         self._turn = Turn()
         self._closed = False
@@ -158,8 +167,8 @@ class Runner:
         with self._turn:
             together = self._agreement.ready if self._agreement is not None else lambda name, check: check()
             self._wanted = self.space.keys(together("sizes to capture", lambda: self._sizes_to_capture(buckets)))
-            if not self._capture_keys(self._wanted, progress):
-                raise CaptureError(f"no key could be captured; {self._first_cause()}")
+            if not self._upkeep.record(self._wanted, progress):
+                raise CaptureError(f"no key could be captured; {self._upkeep.first_cause(self._wanted)}")
 
     def replay(self, batch: Batch, plan: RankPlan | None = None) -> Step:
         """Run one step and return its results, which the next replay rewrites.
@@ -185,7 +194,7 @@ class Runner:
                 writes = self._stepper.load(lane, batch)  # bind: the last check, nothing is written before
             else:
                 lane, writes = self._agreement.enter(batch, plan)  # the same, and agree before route
-            metadata, outputs, decision, _ = self._stepper.run(lane, writes, batch)  # launch, check, note
+            metadata, outputs, decision, _ = self._run(lane, writes, batch)  # launch, check, note; or take the staged
             return Step(outputs, metadata, decision, lane.raw, self._reads)
         finally:
             self._turn.end()
@@ -224,8 +233,41 @@ class Runner:
                 writes = self._stepper.load(lane, batch, forward_needed=False)
             else:
                 lane, writes = self._agreement.enter(batch, plan, forward=False)
-            metadata, _, decision, view = self._stepper.run(lane, writes, batch, forward=False)
+            metadata, _, decision, view = self._run(lane, writes, batch, forward=False)
             return Prepared(view, metadata, decision, lane.raw)
+
+    def stage(self, batch: Batch, after: Any = None) -> bool:
+        """Fill the slots and run the preps of the next step beside other work, so that its replay is its forward only.
+
+        ``replay`` takes a staged step if its extents, route and host values, and address and version of its device
+        sources and of the tables that preps read, are the very same. Else the step runs as usual, and what was staged
+        is rejected, as by ``prepare``: ``stats()["staging"]`` counts both, with reasons.
+
+        Args:
+            batch: the next step; its host sources may be overwritten as soon as this returns.
+            after: the event that device sources and tables are ready from. Without one, where there are any, all
+                that is queued on the caller's current stream is waited for.
+
+        Returns:
+            Whether it was staged. Not so where a prep is not glued (IDLE, eager, exact extents) or draws random
+            numbers, where an adopted forward does, and where changes can not be seen (``Fill.loaded``).
+
+        Raises:
+            BindError, CapacityError, StaleTableError, DivergenceError: as ``prepare``.
+            ConfigError: the config does not ask for staging; ranks, preps with effects and ``recorder`` exclude it.
+            GraphGlueError: the last staged step was neither replayed nor rejected.
+
+        Streams: runs on a stream of the runner's own, behind the runner's last forward; behind all that is queued
+        where the last step ran, if the engine owns that forward. From now on slots and metadata are this step's; the
+        last outputs stay. What torch counts no version of is not noticed (writes through ``.data``, by graphs or
+        by other libraries): call ``torch.autograd.graph.increment_version``. Adopted slots must be this runner's alone.
+        A host planner runs here and in ``replay``. Sync: none. Capturable: no.
+        """
+        with self._turn:
+            self._check_step()
+            if self._staging is None:
+                raise not_asked_for()
+            return self._staging.stage(batch, after)
 
     def adopt_forward(
         self, bucket: int | Bucket, graph: Any, outputs: Any = None, variant: Any = None, random: bool = False
@@ -254,13 +296,7 @@ class Runner:
             bucket = self.space.bucket(self.space.sizes_of([bucket])[0])
             recording = self.arena.device.adopt(graph, outputs)
             Outputs(outputs, self._output_axes, bucket)  # checks the declared axes
-            if (adopted := self._stepper.forwards.cache) is None:
-                adopted = GlueGraphCache(_engine_forward, name="forward")
-                self._stepper.forwards.cache = self._capture.adopted = adopted
-            key = self.space.key(self.space.modes[0], bucket, variant)
-            adopted.adopt(key, recording)
-            self._capture.adopt(key, random)
-            self._stepper.forget()
+            self._upkeep.adopt(self.space.key(self.space.modes[0], bucket, variant), recording, random)
 
     def view(self, bucket: int | Bucket) -> View:
         """Show all slots and tables at a bucket, or at a size of the ladder."""
@@ -281,7 +317,7 @@ class Runner:
             tables = {**self._tables.tensors, name: self._tables.resolve(name, table)}
             check_indices(self.arena.slots.values(), tables)
             self._tables.bind(name, table)
-            self._drop_keys()
+            self._upkeep.drop()
             self._views.clear()
 
     def maintain(self) -> list[Key]:
@@ -298,13 +334,13 @@ class Runner:
                 keys = [key for key in self._wanted if self._capture.missing(key)]
             if keys:
                 self._tables.check()
-                self._capture_keys(keys, progress=False, repair=True)
+                self._upkeep.record(keys, progress=False, repair=True)
             return [key for key in keys if not self._capture.missing(key)]
 
     def reset(self) -> None:
         """Drop every key and its memory; steps run eagerly until ``capture()``. Sync: the device."""
         with self._turn:
-            self._drop_keys()
+            self._upkeep.drop()
             self._wanted = ()
 
     def close(self) -> None:
@@ -320,7 +356,8 @@ class Runner:
             **self._stepper.ledger.counters(),
             "compile_fallbacks": uncompiled,
             "shadow": None if self._stepper.shadow is None else self._stepper.shadow.stats(),
-            "keys": [key_stats(key, self._caches()) for key in self._wanted],
+            "staging": None if self._staging is None else self._staging.stats(),
+            "keys": self._upkeep.stats(self._wanted),
         }
 
     def __enter__(self) -> Runner:
@@ -343,40 +380,6 @@ class Runner:
         self._tables.check()
         return self.space.sizes_of(self.space.ladder if buckets is None else buckets)
 
-    def _capture_keys(self, keys: Iterable[Key], progress: bool | None, repair: bool = False) -> list[Key]:
-        """Capture keys. A broken declaration fails all of a first capture, and only its key in a repair."""
-        try:
-            self.arena.device.enter_step()
-            self._stepper.forget()
-            recorded = self._capture.run(tuple(keys), progress, contain=repair)
-            for key in recorded:
-                self._capture.check_forward(key, self._output_axes, contain=repair)
-        except BaseException:  # a broken declaration or an interrupt: no key is left half captured
-            self._drop_keys(keys if repair else None)
-            raise
-        return recorded
-
-    def _drop_keys(self, keys: Iterable[Key] | None = None) -> None:
-        self.arena.device.synchronize()  # a graph that still runs must not lose its memory
-        self._stepper.settle(wait=True)
-        self._stepper.forget(anew=keys is None)
-        for key in list(self._capture.launches) if keys is None else keys:
-            self._capture.drop_launches([key])
-        for cache in self._caches():
-            if keys is None:
-                cache.reset()
-            else:
-                for key in keys:
-                    cache.drop(key)
-
-    def _caches(self) -> list[GlueGraphCache]:
-        forward = self._stepper.forward
-        return ([forward] if forward else []) + [unit.cache for unit in self._units]
-
-    def _first_cause(self) -> str:
-        causes = [cause for key in self._wanted for cache in self._caches() if (cause := cache.cause(key))]
-        return f"the first cause: {causes[0]}" if causes else "there is no forward, and no prep may be glued"
-
     def _check_step(self, plan: Any = None) -> None:
         """Refuse what no step may run with: a closed runner, a plan nobody agreed on, a moved table."""
         if self._closed:
@@ -393,7 +396,3 @@ class Runner:
             raise ClosedError("the runner was closed; build another one")
         if and_tables:
             self._tables.check()
-
-
-def _engine_forward(*_: object) -> None:
-    raise CaptureError("the engine captured this forward; graphglue can not run it eagerly")

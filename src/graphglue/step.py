@@ -18,7 +18,7 @@ from graphglue.errors import ConfigError, ContractError
 
 @dataclass(slots=True)
 class Step:
-    """Hold one step's results. Valid until the next replay of the same runner.
+    """Hold one step's results. Valid until the next replay of the same runner; metadata only until a step is staged.
 
     Attributes:
         outputs: what the forward returned, narrowed to the real rows; None without a forward.

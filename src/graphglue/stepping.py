@@ -22,7 +22,7 @@ from graphglue.device.arena import Arena, over_capacity
 from graphglue.device.base import Reads
 from graphglue.errors import ContractError
 from graphglue.forwards import Forwards
-from graphglue.lanes import Lane, Lanes
+from graphglue.lanes import Lane, Lanes, whole_run
 from graphglue.ledger import Ledger
 from graphglue.step import Outputs
 from graphglue.units import Unit, Views, planned
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from graphglue.audit.twin import Twin
 
 SAMPLED = "a sampled step is launched part by part: its twin is compared before the forward"
+AHEAD = "a step whose fill and preps were staged ahead: only its forward was left"
 _MAX_KNOWN = 3  # ways of binding that a lane remembers: an engine has one, and a second for warm-up or tests
 
 
@@ -201,23 +202,45 @@ class Stepper:
         self._arena.device.enter_step()
         return self._run_parts(lane, writes, forward)
 
-    def _run_beside_twin(self, lane: Lane, batch: Batch, forward: bool) -> tuple[Any, Any, Decision, View]:
+    def run_ahead(self, lane: Lane, batch: Batch, decision: Decision) -> tuple[Any, Any, Decision, View]:
+        """Run what is left of a step whose fill and preps ran ahead, by its decision; it is sampled like any other.
+
+        Sync: none of its own.
+        """
+        shadow, twin = lane.shadow, None
+        self._arena.device.enter_step()  # behind the fill and the preps
+        if shadow is not None:
+            shadow.step += 1
+            if (lane.young or shadow.step == shadow.next) and shadow.samples(lane):
+                twin = self._begin_twin(lane, batch)
+        return self._run_parts(lane, None, True, twin, decision)
+
+    def _begin_twin(self, lane: Lane, batch: Batch) -> Twin:
         assert self.shadow is not None
+        return self.shadow.begin(lane, self._planned_last if self._plans else batch.sources, lane.rank_counts)
+
+    def _run_beside_twin(self, lane: Lane, batch: Batch, forward: bool) -> tuple[Any, Any, Decision, View]:
         self._arena.device.enter_step()
-        twin = self.shadow.begin(lane, self._planned_last if self._plans else batch.sources, lane.rank_counts)
+        twin = self._begin_twin(lane, batch)
         # A forward may write in place what is compared, so one inside the launch is left for later.
         if lane.launch is not None and lane.outputs is None and not any(unit.declared.effects for unit in self._units):
             return self._run_launch(lane, forward, twin)
         return self._run_parts(lane, None, forward, twin)
 
     def _run_parts(
-        self, lane: Lane, writes: list[Write] | None, forward: bool, twin: Twin | None = None
+        self,
+        lane: Lane,
+        writes: list[Write] | None,
+        forward: bool,
+        twin: Twin | None = None,
+        ahead: Decision | None = None,
     ) -> tuple[Any, Any, Decision, View]:
         self._late = None
         try:
-            views, forward_view = self._fill(lane, writes)
+            views, forward_view = self._fill(lane, writes) if ahead is None else self._views.of(lane.decision.key)
             self._record_read("sources", True)
-            metadata, given, decision = self._run_preps(lane.decision, views, twin)
+            decided = lane.decision if ahead is None else ahead
+            metadata, given, decision = self._run_preps(decided, views, twin, ahead is not None)
         except Exception:
             if forward and self.bound:
                 self._keep_company(lane)
@@ -227,7 +250,8 @@ class Stepper:
             self.shadow.check(twin)
         outputs = self.forwards.outputs(lane, decision, forward_view, given, metadata) if forward else None
         self._record_read("tables", self._tables_until_forward)
-        by_parts = SAMPLED if twin is not None and lane.launch is not None else None
+        how = SAMPLED if twin is not None else AHEAD if ahead is not None else None
+        by_parts = how if lane.launch is not None else None
         as_decided = decision is lane.decision and by_parts is None
         tally = lane.tally if as_decided else self.ledger.tally(decision, lane.facts.exact, by_parts)
         self.ledger.note(tally, decision, lane.raw)
@@ -245,29 +269,6 @@ class Stepper:
             self.forwards.replay(lane, self._capture.metadata(lane.decision.key))
         elif self.forwards.python is not None and self.stand_in is not None:
             self.stand_in()
-
-    def _whole(self, lane: Lane) -> Callable[[], tuple[Any, Any, Decision, View]]:
-        """Build the run of a step that is one launch, or one launch and the segments behind it, and nothing else.
-
-        It does what ``_run_launch`` does, in one call: right after a wait for the device the host's caches
-        are cold, and every Python function in the way costs about a microsecond.
-        """
-        launch, metadata, outputs, view = lane.launch, lane.metadata, lane.outputs, lane.forward_view
-        assert launch is not None and metadata is not None and outputs is not None and view is not None  # noqa: PT018
-        tally, decision, raw = lane.tally, lane.decision, lane.raw
-        metadata_of, outputs_of, note, join = metadata.tree, outputs.tree, self.ledger.note, self.forwards.join
-
-        def run() -> tuple[Any, Any, Decision, View]:
-            launch.run()
-            note(tally, decision, raw)
-            return metadata_of(), outputs_of(), decision, view
-
-        def run_segments() -> tuple[Any, Any, Decision, View]:
-            join(lane, launch.run)
-            note(tally, decision, raw)
-            return metadata_of(), outputs_of(), decision, view
-
-        return run if lane.segments is None else run_segments
 
     def _run_launch(self, lane: Lane, forward: bool, twin: Twin | None = None) -> tuple[Any, Any, Decision, View]:
         assert lane.launch is not None
@@ -322,7 +323,7 @@ class Stepper:
             self.forwards.show(lane, key, self._capture.metadata(key))
         more = self._publishers or self._config.clone_outputs or (lane.segments and self._tables_until_forward)
         if lane.launch is not None and lane.outputs is not None and not more:
-            lane.whole = self._whole(lane)
+            lane.whole = whole_run(lane, self.ledger.note, self.forwards.join)
         if self.shadow is not None:
             self.shadow.watch(lane, self.bound)
         return lane
@@ -338,13 +339,21 @@ class Stepper:
         self._arena.device.fill_once(writes, self._arena.targets(key.bucket))
         return self._views.over(self._arena.targets(key.bucket), key, lane.meeting)
 
-    def _run_preps(self, decision: Decision, views: list[View], twin: Twin | None = None) -> tuple[Any, Any, Decision]:
-        """Run the preps on their routes; give their metadata, the same as a forward is handed it, and the decision."""
+    def _run_preps(
+        self, decision: Decision, views: list[View], twin: Twin | None = None, ahead: bool = False
+    ) -> tuple[Any, Any, Decision]:
+        """Run the preps on their routes; give their metadata, the same as a forward is handed it, and the decision.
+
+        Those that ran ahead were glued: their metadata is there.
+        """
         results, given, changes = [], [], []
         for position, (unit, view) in enumerate(zip(self._units, views)):
             if twin is not None:
                 twin.prepare(position)
-            result, changed = unit.run(decision.preps[unit.name].route, decision.key, view)
+            if ahead:
+                result, changed = unit.cache.result(decision.key), None
+            else:
+                result, changed = unit.run(decision.preps[unit.name].route, decision.key, view)
             if unit.registration.publish is not None:
                 self._publish(unit, result)
             results.append(trees.rebuilt(result))

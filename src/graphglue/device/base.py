@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -13,6 +15,21 @@ from graphglue.errors import ConfigError
 from graphglue.graphs.base import Recorder, Recording
 
 Take = Callable[[Mapping[str, Any]], bool]  # takes a step's sources in; False if they must be bound
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Say what a fill has taken in: equal to another only if the fill would write the same.
+
+    Attributes:
+        values: per slot what comes from the host, byte for byte, and where the rest lies; and all extents and pads.
+        versions: the version that torch counts of each device source.
+        sources: the device sources, held so that no other tensor comes to lie at their addresses.
+    """
+
+    values: tuple[Any, ...]
+    versions: tuple[int, ...]
+    sources: tuple[torch.Tensor, ...] = field(compare=False)
 
 
 class Fill(Protocol):
@@ -26,6 +43,16 @@ class Fill(Protocol):
 
     def run(self) -> None:
         """Write what was loaded, on the caller's current stream. Sync: none."""
+
+    def loaded(self) -> Loaded | None:
+        """Say what was loaded; None where a change of a source could not be seen. Sync: none.
+
+        That is so of a slot's own view, of a source that a launch of its own converts, and of device tensors
+        made in inference mode, whose versions torch does not count.
+        """
+
+    def unload(self) -> None:
+        """Let go of what was loaded: it is not written."""
 
 
 class ReadEvent(Protocol):
@@ -73,8 +100,23 @@ class Device(Protocol):
     def recorder(self, stream: Any = None, pool: Any = None) -> Recorder:
         """Build the recorder of this device, on the engine's stream and memory pool if given."""
 
+    def recorders(self, stream: Any = None, pool: Any = None) -> tuple[Recorder, Recorder]:
+        """Build two recorders on one stream, of two memory pools: what they record may run side by side.
+
+        The first one's pool is its own, the second one's is the engine's if given.
+        """
+
     def enter_step(self) -> None:
         """Order this step behind the last one, which may have run on another stream. Sync: none."""
+
+    def beside(self, behind: ReadEvent | None, after: Any, callers_work: bool) -> AbstractContextManager[None]:
+        """Queue what runs inside beside the caller's work; later steps come behind it. Sync: none.
+
+        Args:
+            behind: the event behind the last step; None for all that is queued where it ran.
+            after: an event to wait for besides.
+            callers_work: wait for all that is queued on the caller's current stream as well.
+        """
 
     def bucket_fill(
         self, slots: Mapping[str, Slot], targets: Mapping[str, torch.Tensor], owned: Sequence[tuple[int, int]]

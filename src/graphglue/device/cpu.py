@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from graphglue.core.binding import Write
 from graphglue.core.slots import Slot
-from graphglue.device.base import Device, Fill, Launch, Reads, SeparateLaunches
+from graphglue.device.base import Device, Fill, Launch, Loaded, ReadEvent, Reads, SeparateLaunches
 from graphglue.device.fill import fill_slots
 from graphglue.errors import CaptureError, ConfigError
 from graphglue.graphs.base import Recorder, Recording
@@ -36,6 +37,29 @@ class TorchFill:
         """Write what was loaded; host values are read before this returns."""
         writes, self._writes = self._writes, ()
         self._device.fill_once(writes, self._targets)
+
+    def loaded(self) -> Loaded | None:
+        """Say what was loaded; host values by their bytes."""
+        sources = [write.source for write in self._writes if isinstance(write.source, torch.Tensor)]
+        on_device = tuple(source for source in sources if not source.is_cpu)
+        own_view = any(write.source is None and write.raw for write in self._writes)
+        if own_view or any(source.is_inference() for source in on_device):
+            return None
+        values = tuple((write.raw, write.rows, repr(write.pad), _value_of(write.source)) for write in self._writes)
+        return Loaded(values, tuple(source._version for source in on_device), on_device)
+
+    def unload(self) -> None:
+        """Let go of what was loaded."""
+        self._writes = ()
+
+
+def _value_of(source: Any) -> Any:
+    """Give what tells a source from others: a number by its digits, because 0.0 equals -0.0 and no NaN itself."""
+    if not isinstance(source, torch.Tensor):
+        return repr(source)
+    if not source.is_cpu:
+        return source.dtype, source.data_ptr()
+    return source.dtype, source.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 class DoneEvent:
@@ -84,8 +108,17 @@ class CpuDevice:
         """Build a tape; it has neither streams nor pools."""
         return Tape()
 
+    def recorders(self, stream: Any = None, pool: Any = None) -> tuple[Recorder, Recorder]:
+        """Build one tape for both: every recording of it has memory of its own."""
+        tape = self.recorder(stream, pool)
+        return tape, tape
+
     def enter_step(self) -> None:
         """Do nothing: the CPU runs one step after the other."""
+
+    def beside(self, behind: ReadEvent | None, after: Any, callers_work: bool) -> AbstractContextManager[None]:
+        """Run at once: the CPU has nothing to run beside, and what events stand for is done."""
+        return nullcontext()
 
     def bucket_fill(
         self, slots: Mapping[str, Slot], targets: Mapping[str, torch.Tensor], owned: Sequence[tuple[int, int]]

@@ -36,12 +36,18 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         self._order = StepOrder(self.torch_device)
         self.enter_step = self._order.enter  # called at every step, so without a method of our own between
+        self.beside = self._order.beside
         self._in_flight = InFlight(self.torch_device)
         self.fill_fallback: str | None = None
 
     def recorder(self, stream: Any = None, pool: Any = None) -> Recorder:
         """Build a recorder of CUDA graphs, on the engine's stream and memory pool if given."""
         return CudaRecorder(self.torch_device, stream=stream, pool=pool)
+
+    def recorders(self, stream: Any = None, pool: Any = None) -> tuple[Recorder, Recorder]:
+        """Build two recorders on one stream: one with a pool of its own, one with the engine's if given."""
+        stream = torch.cuda.Stream(self.torch_device) if stream is None else stream
+        return self.recorder(stream), self.recorder(stream, pool)
 
     def bucket_fill(
         self, slots: Mapping[str, Slot], targets: Mapping[str, torch.Tensor], owned: Sequence[tuple[int, int]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from graphglue.core.binding import Write
 from graphglue.core.likeness import Likeness
 from graphglue.core.slots import Slot, widens
 from graphglue.device import kernel
-from graphglue.device.base import Take
+from graphglue.device.base import Loaded, Take
 from graphglue.device.packing import FillParams, SlotLayout, converts
 from graphglue.device.streams import InFlight, StepOrder
 
@@ -80,11 +81,13 @@ class KernelFill:
         self.params = self._structs[-1][1]
         self._blocks: Any = ()
         self._sources: Any = ()
+        self._made: list[weakref.ref[Any]] = []  # sources that a launch of their own converted
 
     def load(self, writes: Sequence[Write]) -> None:
         """Take in a step. Host sources are copied into the parameters, or into pinned memory."""
-        self._blocks = []
-        writes = [_converted(write) for write in writes]
+        self._blocks, given = [], writes
+        writes = [_converted(write) for write in given]
+        self._made = [weakref.ref(one.source) for one, other in zip(writes, given) if one is not other]
         self._fill.pack(writes, self._stage)
         self.params = next(params for size, params in self._structs if self._fill.inline_end <= size)
         self._sources = [write.source for write in writes if isinstance(write.source, torch.Tensor)]
@@ -148,6 +151,19 @@ class KernelFill:
         """Launch the kernel alone, on the caller's current stream. Sync: none."""
         kernel.launch(self.params, self.order.current)
         self.launched()
+
+    def loaded(self) -> Loaded | None:
+        """Say what was loaded; what was copied into pinned memory by content, because the next copy lies elsewhere."""
+        on_device = tuple(source for source in self._sources if not source.is_cpu)
+        made = [reference() for reference in self._made]
+        if any(source.is_inference() or any(source is one for one in made) for source in on_device):
+            return None
+        values = self._fill.loaded({block.data_ptr(): block.numpy() for block in self._blocks})
+        return None if values is None else Loaded(values, tuple(s._version for s in on_device), on_device)
+
+    def unload(self) -> None:
+        """Let go of what was loaded; the device never read it."""
+        self._blocks = self._sources = ()
 
     def launched(self) -> None:
         """Hold sources and pinned blocks until the device has read them."""

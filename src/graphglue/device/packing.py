@@ -10,7 +10,7 @@ import ctypes
 import functools
 import operator
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -130,6 +130,27 @@ class FillParams:
         """Pack shapes that were packed before."""
         self.buffer[self._shape_start : self._shape_start + len(shapes)] = shapes
         self.shapes = shapes
+
+    def loaded(self, pinned: Mapping[int, np.ndarray]) -> tuple[Any, ...] | None:
+        """Say what was packed: host values by content, other sources by address; None where a slot is its own source.
+
+        Args:
+            pinned: by address, the bytes that ``stage`` copied to.
+        """
+        shapes = bytes(self.buffer[self._shape_start : self._shape_start + self._shapes.size])
+        fields, values = self._shapes.unpack(shapes), list[Any]()
+        for position, source in enumerate(self._sources.unpack_from(self.buffer, 0)):
+            layout, head, kind = self.layouts[position], fields[8 * position + 1], fields[8 * position + 3]
+            num_bytes = head * layout.outer * layout.slot.dtype.itemsize
+            if kind == MEMORY and head and source == layout.address:
+                return None
+            if kind == INLINE:
+                start = self.head_bytes + source
+                values.append(bytes(self.buffer[start : start + num_bytes]))
+            else:
+                at = pinned.get(source) if kind == MEMORY else None
+                values.append(source if at is None else at[:num_bytes].tobytes())
+        return shapes, *values
 
     def like_last(self, positions: Sequence[int]) -> tuple[Callable[..., None], Any, list[int], bytes]:
         """Give what packs steps like the last one but for the addresses at some positions.
