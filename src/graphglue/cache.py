@@ -166,7 +166,7 @@ class GlueGraphCache:
         changed = trees.difference(entry.result, fresh) or moved(entry.persistent, fresh)
         if changed is None:
             copy_into(entry.result, fresh)
-            entry.live = live
+            entry.live = {}
             return ({**entry.result, **live} if live else entry.result), None
         return whole, changed
 

@@ -83,6 +83,8 @@ class RunnerConfig(BaseModel):
         modes: the modes to capture; by default all that the contracts declare.
         warmups: real runs of each key before it is recorded.
         shadow: hold sampled glued steps against an eager twin while serving; None holds none.
+        check_breaks: compare the padded rows of what eager breaks are given before and after each, and raise if one
+            wrote past the real rows. For tests: it waits for the device.
 
     Raises:
         ConfigError: an unknown key or a value of the wrong kind.
@@ -104,6 +106,7 @@ class RunnerConfig(BaseModel):
     modes: frozenset[Mode] | None = None
     warmups: int = Field(default=2, ge=1)
     shadow: Shadow | None = None
+    check_breaks: bool = False
 
     @model_validator(mode="wrap")
     @classmethod

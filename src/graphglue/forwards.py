@@ -43,6 +43,7 @@ class Forwards:
     ) -> None:
         self.cache, self.python = cache, run
         self._views, self._capture, self._output_axes = views, capture, output_axes
+        self.check = False  # that no break writes past the real rows
         self.keep_going = False  # with ranks: a break that raises leaves no other rank waiting in a later segment
 
     def runs(self, forward: Route) -> bool:
@@ -65,12 +66,16 @@ class Forwards:
         if lane.segments is None:
             return begin()
         assert lane.forward_view is not None
-        showing_of(lane.forward_view).live = lane.live
-        if lane.leads:
-            lane.segments.replay(lane.raw.tokens, lead=begin, keep_going=self.keep_going)
-        else:
-            begin()
-            lane.segments.replay(lane.raw.tokens, keep_going=self.keep_going)
+        showing = showing_of(lane.forward_view)
+        showing.live = lane.live
+        try:
+            if lane.leads:
+                lane.segments.replay(lane.raw.tokens, lead=begin, check=self.check, keep_going=self.keep_going)
+            else:
+                begin()
+                lane.segments.replay(lane.raw.tokens, check=self.check, keep_going=self.keep_going)
+        finally:
+            showing.live = None  # nothing may read it once the step is over, and it may hold much
         return None
 
     def replay(self, lane: Lane, metadata: Any) -> None:
@@ -81,8 +86,8 @@ class Forwards:
         else:
             assert lane.live is not None
             assert lane.forward_view is not None
-            showing_of(lane.forward_view).live = lane.live.beside(metadata)
-            lane.segments.replay(lane.raw.tokens, keep_going=self.keep_going)
+            with showing_of(lane.forward_view).on(lane.live.beside(metadata)):
+                lane.segments.replay(lane.raw.tokens, check=self.check, keep_going=self.keep_going)
         if lane.launch is not None:
             self._mirror_outputs(lane.decision.key)
 

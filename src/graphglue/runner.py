@@ -32,6 +32,7 @@ from graphglue.core.tables import Tables, TableSource, check_indices
 from graphglue.core.view import View
 from graphglue.device.arena import Arena
 from graphglue.errors import CaptureError, ClosedError, ConfigError
+from graphglue.graphs import session
 from graphglue.graphs.base import Recorder
 from graphglue.rank_space import agreed_space, checked_ranks
 from graphglue.ranks.facts import RankFacts
@@ -103,12 +104,10 @@ class Runner:
         check_declarations(registrations, self.arena.slots, self._tables.tensors, self.config)
         hooks = hooks or CaptureHooks()
         preps_recorder, recorder = recorders(self.arena.device, hooks, recorder, self.config.staging)
-        tensors = self._tables.tensors
+        self._recorders, tensors = (preps_recorder, recorder), self._tables.tensors
         self._units = [build_unit(one, preps_recorder, self.config, self.arena, tensors) for one in registrations]
         self._reads = read_events(self.arena.device, self._units) if self.config.events else None
-        self._forward = None if forward is None else GlueGraphCache(
-            forward, recorder=recorder, name="forward", segmented=True,
-        )  # fmt: skip
+        self._forward = forward and GlueGraphCache(forward, recorder=recorder, name="forward", segmented=True)
         self._views = Views(self.arena, self._tables.tensors, self._units)
         self._capture = Capture(
             self.arena, self._units, self._forward, self._views, self._tables.tensors, recorder, hooks,
@@ -389,6 +388,8 @@ class Runner:
         if (shadow := self._stepper.shadow) is not None and (shadow.pending or shadow.error):
             self._stepper.settle()
             shadow.raise_error()
+        if session.num_replaying:
+            session.check_pools(self._recorders)
         self._tables.check()
 
     def _check_open(self, and_tables: bool = False) -> None:

@@ -54,6 +54,7 @@ class Stepper:
     ) -> None:
         self._arena, self._units = arena, list(units)
         self.forwards = Forwards(forward, run_forward, views, capture, output_axes)
+        self.forwards.check = config.check_breaks
         self._views, self._capture, self._output_axes, self._config = views, capture, output_axes, config
         self._join = join
         self._plans = [unit for unit in units if unit.registration.plan is not None]

@@ -54,7 +54,7 @@ class Unit:
         if route is Route.GLUE:
             return self.cache.replay(key), None
         if route is Route.SKIP:
-            return self.cache.newest(key), None
+            return self.cache.result(key), None
         return self.cache.eager(key, view)
 
     def may_glue(self, key: Key, ragged: bool) -> bool:

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # The examples of other issues may need a GPU or several ranks; those bring tests of their own.
-ON_ANY_MACHINE = ("quickstart_cpu", "write_a_prep", "decode_loop", "check_a_backend", "prefill_segments")
+ON_ANY_MACHINE = ("quickstart_cpu", "write_a_prep", "decode_loop", "check_a_backend", "prefill_segments", "speculative")
 AZURE = ROOT.parent / "shared" / "data" / "azure_llm_code_2023.csv"
 
 

@@ -48,12 +48,14 @@ class Ladder:
             raise ConfigError("ladder []: expected at least one size; give the batch sizes to capture")
 
     @classmethod
-    def bounded(cls, max_tokens: int, waste: float = 0.125) -> Ladder:
+    def bounded(cls, max_tokens: int, waste: float = 0.125, multiple: int = 1) -> Ladder:
         """Build the ladder with the fewest sizes that pads every count up to ``max_tokens`` by at most ``waste``.
 
         Args:
             max_tokens: the largest size.
             waste: padded rows over real rows, at most; 0 gives every size.
+            multiple: what every size is a multiple of, such as the alignment of ranks; the bound then holds for counts
+                that are rounded up to it. ``aligned`` rounds sizes afterwards, and keeps no bound.
 
         Raises:
             ConfigError: a waste that is no number from 0 up.
@@ -64,10 +66,11 @@ class Ladder:
         """
         if isinstance(waste, bool) or not isinstance(waste, (int, float, Fraction)) or not 0 <= waste < float("inf"):
             raise ConfigError(f"waste={waste!r}: expected padded rows over real rows, such as 0.125")
-        growth, size = 1 + Fraction(waste), _checked_size(max_tokens)
+        step = _checked_size(multiple)
+        growth, size = 1 + Fraction(waste), -(-_checked_size(max_tokens) // step)
         sizes = []
         while size > 0:
-            sizes.append(size)
+            sizes.append(size * step)
             size = math.ceil(size / growth) - 1
         return cls(sizes)
 

@@ -231,7 +231,8 @@ def route(step: StepFacts, preps: Mapping[str, PrepFacts], key: Key, forward: St
         forward: the state of the forward graph at this key; None where the runner has no forward.
     """
     rows = {name: route_prep(step, facts) for name, facts in preps.items()}
-    weakest = min(rows.values(), key=lambda row: STRENGTH[row.prep])
+    # Of equally weak ones the earlier row, whatever the order of the preps: a later one may be what follows from it.
+    weakest = min(rows.values(), key=lambda row: (STRENGTH[row.prep], row.number))
     reason = _forward_reason(step, weakest, forward)
     return Decision(
         prep=weakest.prep,

@@ -100,22 +100,35 @@ def hidden(model: Transformer, caches: list[Any], tokens: Tensor, view: Any, met
         caches,
         tokens,
         metadata["positions_casual"].long(),
-        lambda cache, queries, keys, values: cache.attend(queries, keys, values, view, metadata),
+        lambda cache, *rows: cache.attend(*rows, view, metadata),
     )
 
 
 def verify(model: Transformer, caches: list[Any], view: Any, metadata: Metadata) -> dict[str, Tensor]:
-    """Say what follows each token of each block: next_token [N] int64, logits [N, vocab]. Sync: none."""
-    logits = hidden(model, caches, view.input_ids, view, metadata) @ model.head
-    return {"next_token": logits.argmax(dim=-1), "logits": logits}
+    """Say what follows each token of each block.
+
+    Slots: known [N] int64, -1 where a token of proposed [B, width - 1] int64 stands.
+
+    Returns:
+        block: [N] int64, the tokens that were read.
+        next_token: [N] int64, the most likely token behind each.
+        logits: [N, vocab].
+
+    Sync: none. Capturable: yes.
+    """
+    proposed = torch.nn.functional.pad(view.proposed, (1, 0)).flatten()
+    block = torch.where(view.known < 0, proposed, view.known)
+    logits = hidden(model, caches, block, view, metadata) @ model.head
+    return {"block": block, "next_token": logits.argmax(dim=-1), "logits": logits}
 
 
-def draft(
-    model: Transformer, caches: list[Any], preferred: Tensor, view: Any, metadata: Metadata
-) -> dict[str, Tensor]:
+def draft(model: Transformer, caches: list[Any], preferred: Tensor, view: Any, metadata: Metadata) -> dict[str, Tensor]:
     """Propose a block behind each request's last token: next_token [N] int64, logits [N, vocab].
 
-    The block starts as the chain of preferred successors, [width + 1, vocab], and all of it is corrected at once.
+    The block starts as the chain of ``preferred`` successors, [width + 1, vocab], and all of it is corrected at once.
+
+    Slots: last_token [B] int64.
+
     Sync: none. Capturable: yes.
     """
     tokens = preferred[: view.bucket.row_tokens, view.last_token].T.flatten()
@@ -172,7 +185,7 @@ def plain_greedy(model: Transformer, prompt: list[int], num_wanted: int, window:
             caches,
             torch.tensor([tokens[position]], device=model.device),
             torch.tensor([position], device=model.device),
-            lambda cache, *rows: cache.attend(*rows),  # type: ignore[attr-defined]
+            lambda cache, *rows: cache.attend(*rows),
         )
         if position >= len(prompt) - 1:
             generated.append(int((last @ model.head)[0].argmax()))

@@ -1,4 +1,4 @@
-"""What a thread has switched on around a call: gradients, inference mode, autocast, default dtype and device.
+"""What a thread has switched on around a call: gradients, inference mode, autocast and default device.
 
 A break runs at every replay as it ran while it was recorded, whatever the caller of the replay has switched on.
 """
@@ -20,7 +20,6 @@ class Ambient(NamedTuple):
 
     grad: bool
     inference: bool
-    dtype: torch.dtype
     device: torch.device | None
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
 
@@ -33,7 +32,7 @@ class Ambient(NamedTuple):
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in dict.fromkeys(("cpu", device_type))
         )
-        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), device, kinds)
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), device, kinds)
 
     def on(self) -> AbstractContextManager[None]:
         """Switch it on again. Sync: none."""
@@ -52,11 +51,7 @@ class Ambient(NamedTuple):
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
             if self.device != now.device:
                 stack.enter_context(torch.device(self.device or "cpu"))
-            torch.set_default_dtype(self.dtype)
-            try:
-                yield
-            finally:
-                torch.set_default_dtype(now.dtype)
+            yield  # the default dtype is the process's, not the thread's: setting it reaches other threads
 
 
 @contextmanager

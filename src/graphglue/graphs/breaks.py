@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from graphglue.core import trees
 from graphglue.errors import ContractError, DivergenceError, SegmentError
 from graphglue.graphs.ambient import Ambient, without_modes
-from graphglue.graphs.bridges import Bridges, Memory, addresses, allocated
+from graphglue.graphs.bridges import Bridges, Memory, addresses, allocated, check_plain, is_strided
 from graphglue.graphs.cuts import Cuts
 from graphglue.graphs.marks import Mark
 
@@ -100,10 +101,13 @@ class Break:
     def _hold(self, name: str, value: Any) -> _Held:
         """Keep weak aliases of pool memory; leave everything else the caller's own object, containers too."""
         leaves, structure = pytree.tree_flatten(value)
-        owned = [isinstance(leaf, torch.Tensor) and self._memory.owns(leaf) for leaf in leaves]
+        owned = [is_strided(leaf) and self._memory.owns(leaf) for leaf in leaves]
         aligned = name in self.mark.row_aligned
+        if aligned:  # what hides tensors can not be cut: the function would see padded rows
+            trees.check_leaves(value, f"{self} declares {name!r} row-aligned, and the forward")
         if not any(owned) and not aligned:
             return _Held(name, value, None, None, [], False)
+        check_plain([leaf for leaf, mine in zip(leaves, owned) if mine or aligned], f"{self} is given in {name!r}")
         kept = [self._memory.alias(leaf) if mine else leaf for leaf, mine in zip(leaves, owned)]
         return _Held(name, None, kept, structure, owned, aligned)
 

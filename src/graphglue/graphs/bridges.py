@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -180,6 +181,22 @@ class Bridges:
         return (heads[0].shape, heads[0].dtype, heads[0].device) if self._is_bare else None
 
 
+def check_plain(leaves: Sequence[Any], what: str) -> None:
+    """Refuse tensor subclasses, which a static form would hand on as plain tensors.
+
+    Raises:
+        ContractError: there is one.
+    """
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and type(leaf) not in (torch.Tensor, torch.nn.Parameter):
+            raise ContractError(f"{what} a {type(leaf).__name__}; a static form is a plain tensor")
+
+
+def is_strided(leaf: Any) -> bool:
+    """Tell whether a leaf is a tensor with memory of its own."""
+    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+
+
 def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -187,7 +204,7 @@ def _address(tensor: torch.Tensor) -> int:
 def _holds(dtype: torch.dtype, value: float) -> bool:
     """Tell whether a dtype holds a number; floats round it."""
     if dtype.is_floating_point or dtype.is_complex:
-        return True
+        return not math.isfinite(value) or abs(value) <= torch.finfo(dtype).max
     if dtype is torch.bool:
         return value in (0, 1)
     return value == value // 1 and torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max
@@ -214,21 +231,23 @@ def allocated(owner: str, result: Any, given: frozenset[int]) -> list[Any]:
     """
     trees.check_leaves(result, owner)
     leaves = pytree.tree_leaves(result)
+    check_plain(leaves, f"{owner} returned")
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
             raise ContractError(f"{owner} returned a {leaf.layout} tensor; a bridge holds strided tensors")
-    return _Allocation(leaves, given).leaves
+    return _Allocation(owner, leaves, given).leaves
 
 
 def addresses(tree: Any) -> frozenset[int]:
     """Give the addresses of the storages of a tree's tensors."""
-    return frozenset(_address(leaf) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return frozenset(_address(leaf) for leaf in pytree.tree_leaves(tree) if is_strided(leaf))
 
 
 class _Allocation:
     """Memory for a result's leaves: leaves that share a storage share one here, with the same distances."""
 
-    def __init__(self, leaves: list[Any], given: frozenset[int]) -> None:
+    def __init__(self, owner: str, leaves: list[Any], given: frozenset[int]) -> None:
+        self._owner = owner
         self._bases: dict[int, tuple[torch.Tensor, int]] = {}
         self._fresh = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and _address(leaf) not in given]
         self.leaves = [self._static(leaf, given) for leaf in leaves]
@@ -236,6 +255,11 @@ class _Allocation:
     def _static(self, leaf: Any, given: frozenset[int]) -> Any:
         if not isinstance(leaf, torch.Tensor) or (_address(leaf) in given and leaf.numel()):
             return leaf
+        if _overlaps(leaf) and sum(_address(other) == _address(leaf) for other in self._fresh) > 1:
+            raise ContractError(
+                f"{self._owner} returned an expanded tensor beside another one of the same memory; return one of them, "
+                "or a clone"
+            )
         if _overlaps(leaf) or not leaf.numel():
             return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
         base, start = self._base(leaf)

@@ -237,6 +237,11 @@ class CudaRecorder:
             self._recordings.add(recording)
             return recording
 
+    @property
+    def pool(self) -> tuple[int, ...]:
+        """The memory pool of the next recording."""
+        return tuple(self._pool)
+
     def parts(self, strict: bool = True) -> Any:
         """Give what records the segments of one callable, one graph each, in one pool and on one stream."""
         from graphglue.graphs.cuda_segments import CudaParts

@@ -23,7 +23,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphglue.errors import CaptureError
+from graphglue.errors import CaptureError, GraphGlueError
 from graphglue.graphs.rules import BY_NAME, SHOWN, Call
 
 
@@ -32,7 +32,7 @@ class Guard:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.refusal: CaptureError | None = None
+        self.refusal: GraphGlueError | None = None
         self.calling = ""
         self.baked: dict[int, torch.UntypedStorage] = {}
 

@@ -30,7 +30,10 @@ class Mark:
         """Refuse names that the function does not have."""
         known = [name for name, parameter in self.signature.parameters.items() if _is_named(parameter)]
         if unknown := [name for name in (*self.row_aligned, *self.writes) if name not in known]:
-            raise ContractError(f"break {self.name!r} has no arguments {unknown}; its arguments are {known}")
+            hint = "" if known else "; mark a function that names them, such as a module's forward"
+            raise ContractError(f"break {self.name!r} has no arguments {unknown}; its arguments are {known}{hint}")
+        if not isinstance(self.pad, (int, float)):
+            raise ContractError(f"break {self.name!r} has pad={self.pad!r}; expected a number")
         if beside := [name for name in self.writes if name not in self.row_aligned]:
             raise ContractError(
                 f"break {self.name!r} writes {beside}, which are not row_aligned; only the padded tails of "
@@ -42,6 +45,12 @@ class Mark:
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         return bound
+
+
+def _names(names: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(names, str):
+        raise ContractError(f"eager_break takes lists of argument names; expected ({names!r},) instead of {names!r}")
+    return tuple(names)
 
 
 def _is_named(parameter: inspect.Parameter) -> bool:
@@ -81,6 +90,10 @@ def eager_break(
 ) -> Any:
     """Mark a function that runs eagerly between two segments of a segmented recording.
 
+    While a runner captures, it also runs for real in each warm-up of each key, on all rows and on capture values. Each
+    replay calls it with the same argument objects: write into tensors, but do not resize, reshape in place or rebind
+    them, and do not change containers. Plain values that it is given or returns are those of the recording.
+
     Args:
         function: the function or method. It returns a tree of tensors and plain values, or None.
         stub: called instead while recording, for a function that is too costly or waits for other ranks;
@@ -102,8 +115,11 @@ def eager_break(
     if function is None:
         return functools.partial(eager_break, stub=stub, row_aligned=row_aligned, writes=writes, pad=pad)
     name = getattr(function, "__qualname__", type(function).__name__).rpartition("<locals>.")[2]
-    signature = inspect.signature(function)
-    mark = Mark(function, stub, tuple(row_aligned), tuple(writes), pad, name, signature)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:  # a builtin, or no callable at all
+        raise ContractError(f"eager_break of {function!r}: {error}; mark a Python function that calls it") from error
+    mark = Mark(function, stub, _names(row_aligned), _names(writes), pad, name, signature)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from graphglue.core import trees
+from graphglue.graphs.bridges import addresses, is_strided
 from graphglue.graphs.marks import Mark, Reaching
 
 
@@ -33,6 +36,8 @@ def narrowed(real_rows: int, rows: int) -> AbstractContextManager[None]:
 
 
 def _call(mark: Mark, bound: inspect.BoundArguments, real_rows: int, rows: int) -> Any:
+    for name in mark.row_aligned:  # as while recording
+        trees.check_leaves(bound.arguments[name], f"break {mark.name!r} declares {name!r} row-aligned, and the forward")
     aligned = [name for name in mark.row_aligned if _has_rows(bound.arguments[name], rows)]
     given = {name: bound.arguments[name] for name in aligned}
     for name in aligned:
@@ -44,8 +49,8 @@ def _call(mark: Mark, bound: inspect.BoundArguments, real_rows: int, rows: int) 
         for leaf in pytree.tree_leaves(given.get(name)):
             if isinstance(leaf, torch.Tensor):
                 leaf[real_rows:].fill_(mark.pad)
-    held = {leaf.untyped_storage().data_ptr() for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)}
-    return pytree.tree_map_only(torch.Tensor, lambda leaf: _widened(leaf, real_rows, rows, mark.pad, held), result)
+    widening = _Widening(result, real_rows, rows, mark.pad, addresses(dict(bound.arguments)))
+    return pytree.tree_map_only(torch.Tensor, widening.of, result)
 
 
 def _has_rows(value: Any, rows: int) -> bool:
@@ -53,15 +58,48 @@ def _has_rows(value: Any, rows: int) -> bool:
     return bool(leaves) and all(leaf.dim() > 0 and leaf.shape[0] == rows for leaf in leaves)
 
 
-def _widened(leaf: torch.Tensor, real_rows: int, rows: int, pad: float, held: set[int]) -> torch.Tensor:
-    """Give a result its padded rows: where it lies in an argument's memory, those of the argument."""
-    if leaf.dim() == 0 or leaf.shape[0] != real_rows:
-        return leaf
-    shape = (rows, *leaf.shape[1:])
-    if leaf.untyped_storage().data_ptr() in held:
-        wide = leaf.as_strided(shape, leaf.stride(), leaf.storage_offset())
-    else:
-        wide = leaf.new_empty(shape)
-        wide[:real_rows].copy_(leaf)
-    wide[real_rows:].fill_(pad)
-    return wide
+class _Widening:
+    """Give one result its padded rows; what shared memory shares it, as between segments.
+
+    Args:
+        result: what the break returned.
+        real_rows, rows: see ``narrowed``.
+        pad: the value of padded rows.
+        held: addresses of the arguments' storages; what lies there stays there.
+    """
+
+    def __init__(self, result: Any, real_rows: int, rows: int, pad: float, held: frozenset[int]) -> None:
+        leaves = (leaf for leaf in pytree.tree_leaves(result) if is_strided(leaf))
+        self._sharing = Counter(leaf.untyped_storage().data_ptr() for leaf in leaves)
+        self._real_rows, self._rows, self._pad, self._held = real_rows, rows, pad, held
+        self._grown: dict[tuple[int, int], torch.Tensor] = {}
+
+    def of(self, leaf: torch.Tensor) -> torch.Tensor:
+        """Widen one tensor; one without the real rows stays as it is."""
+        if not is_strided(leaf) or leaf.dim() == 0 or leaf.shape[0] != self._real_rows:
+            return leaf
+        wide = self._memory_of(leaf)
+        wide[self._real_rows :].fill_(self._pad)
+        return wide
+
+    def _memory_of(self, leaf: torch.Tensor) -> torch.Tensor:
+        shape, storage = (self._rows, *leaf.shape[1:]), leaf.untyped_storage()
+        row_bytes = leaf.stride(0) * leaf.itemsize
+        inner = 1 + sum((extent - 1) * stride for extent, stride in zip(leaf.shape[1:], leaf.stride()[1:]))
+        end = (leaf.storage_offset() + (self._rows - 1) * leaf.stride(0) + inner) * leaf.itemsize
+        if storage.data_ptr() in self._held and end <= storage.nbytes():
+            return leaf.as_strided(shape, leaf.stride(), leaf.storage_offset())
+        alone = self._sharing[storage.data_ptr()] == 1
+        if alone or not leaf.numel() or leaf.stride(0) < inner:  # or rows lie between one another, and can not grow
+            wide = leaf.new_empty(shape)
+            wide[: self._real_rows].copy_(leaf)
+            return wide
+        key = storage.data_ptr(), row_bytes
+        if key not in self._grown:
+            num_bytes = storage.nbytes() + self._rows * row_bytes
+            grown = torch.empty(num_bytes, dtype=torch.uint8, device=leaf.device)
+            grown[: storage.nbytes()].copy_(torch.empty(0, dtype=torch.uint8, device=leaf.device).set_(storage))
+            self._grown[key] = grown
+        grown = self._grown[key]
+        count = grown.numel() // leaf.itemsize * leaf.itemsize
+        return grown[:count].view(leaf.dtype).as_strided(shape, leaf.stride(), leaf.storage_offset())

@@ -101,6 +101,7 @@ def record_segments(
     Raises:
         CaptureError: a segment holds what can not be recorded; a break raised, returned what can not be held, was
             reached on a side stream, or in another order than ``like``. The recorder stays usable.
+        ContractError: a break does not keep to what its mark declares.
 
     Sync: none of its own. Capturable: no.
     """
@@ -161,7 +162,8 @@ class _Splitting:
     def _refuse(self, mark: Mark, error: Exception) -> NoReturn:
         what = str(error) if isinstance(error, GraphGlueError) else f"it raised at {blame(error)}: {error!r}"
         name = f"break {len(self._names) - 1} ({mark.name!r})"
-        refusal = CaptureError(what if what.startswith("break ") else f"{name}: {what}")
+        kind = ContractError if isinstance(error, ContractError) else CaptureError
+        refusal = kind(what if what.startswith("break ") else f"{name}: {what}")
         self._parts.rules.refusal = refusal
         raise refusal from error
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from graphglue.errors import CaptureError
 
 _here = threading.local()
+_count_lock = threading.Lock()
 
 
 @contextmanager
@@ -23,6 +25,28 @@ def alone(what: str) -> Iterator[None]:
         yield
     finally:
         setattr(_here, what, False)
+
+
+num_replaying = 0  # segmented replays under way in any thread; a look at it costs next to nothing
+
+
+def check_pools(recorders: Iterable[Any]) -> None:
+    """Refuse a step inside a break of a segmented replay that uses the memory of one of its recorders."""
+    for recorder in recorders:
+        check_pool(getattr(recorder, "pool", None))  # an engine's own recorder may not name its pool
+
+
+def check_pool(pool: Hashable) -> None:
+    """Refuse a replay inside a break of a segmented one that uses the same memory.
+
+    Raises:
+        CaptureError: it would overwrite what later segments read.
+    """
+    if pool is not None and pool in _here.__dict__.get("pools", ()):
+        raise CaptureError(
+            "a break replays another recording of the same recorder, whose memory the outer one still reads; record "
+            "the inner one with a recorder, or a pool, of its own"
+        )
 
 
 def check_replayable() -> None:
@@ -41,17 +65,18 @@ def replaying(pool: Hashable) -> Iterator[None]:
 
     A break that replays another recording of the pool would overwrite what later segments read.
     """
+    global num_replaying
+    check_pool(pool)
     pools: list[Hashable] = _here.__dict__.setdefault("pools", [])
-    if pool in pools:
-        raise CaptureError(
-            "a break replays another segmented recording of the same recorder, whose memory the outer one still "
-            "reads; record the inner one with a recorder of its own"
-        )
     pools.append(pool)
+    with _count_lock:
+        num_replaying += 1
     try:
         yield
     finally:
         pools.pop()
+        with _count_lock:
+            num_replaying -= 1
 
 
 def recording() -> bool:

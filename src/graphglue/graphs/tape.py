@@ -354,6 +354,11 @@ class Tape:
             outputs = rules.call(run, guard.FunctionGuard(rules), taping)
             return taping.finish(outputs)
 
+    @property
+    def pool(self) -> int:
+        """What tells this recorder's memory apart from another's."""
+        return id(self)
+
     def parts(self, strict: bool = True) -> Any:
         """Give what records the segments of one callable. The tape is always strict."""
         from graphglue.graphs.tape_segments import TapeParts

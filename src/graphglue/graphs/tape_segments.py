@@ -16,7 +16,7 @@ class TapeParts:
     """Record the segments of one callable on the tape."""
 
     def __init__(self, tape: Tape) -> None:
-        self.pool: Hashable = id(tape)  # two nested replays are right here, and refused as a GPU's must be
+        self.pool: Hashable = tape.pool  # two nested replays are right here, and refused as a GPU's must be
         self.device = tape.device
         self.rules = guard.Guard(tape.device)
         self._taping = _Taping(self.rules)

@@ -130,6 +130,16 @@ def test_ragged_needs_the_declaration_and_says_ragged_before_padded() -> None:
     assert decide(step, declared(ragged=True, padded=False)).reason is Reason.PADDING_NOT_DECLARED
 
 
+def test_of_equally_weak_preps_the_earlier_row_names_the_decision_in_any_order() -> None:
+    """What is not captured follows from what is not declared, so that is the reason to be told."""
+    step = replace(PADDED, raw=Bucket(3, 10, 0), bucket=Bucket(4, 16, 0), ragged=True)
+    cold, undeclared = replace(declared(ragged=True), state=State.COLD), PREP
+    for preps in ({"a": cold, "b": undeclared}, {"b": undeclared, "a": cold}):
+        decision = route(step, preps, KEY, State.CAPTURED)
+        assert (decision.prep, decision.reason) == (Route.EAGER, Reason.RAGGED_NOT_DECLARED)
+        assert decision.preps["a"].reason is Reason.NOT_CAPTURED
+
+
 def test_the_weakest_of_several_preps_names_the_decision() -> None:
     preps = {"a": PREP, "b": declared(padded=False), "c": PREP}
     decision = route(PADDED, preps, KEY, State.CAPTURED)

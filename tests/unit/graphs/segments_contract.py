@@ -256,7 +256,7 @@ def test_a_result_that_hides_tensors_is_refused_while_recording(recorder: Record
         return Context()
 
     for result in (hiding, eager_break(lambda x: x.to_sparse())):
-        with pytest.raises(CaptureError, match=r"break 0.*(whose tensors can not be seen|strided)"):
+        with pytest.raises(ContractError, match=r"break 0.*(whose tensors can not be seen|strided)"):
             record_segments(recorder, lambda result=result: result(source * 2))
         check_usable(recorder)
 
@@ -360,7 +360,7 @@ BAD_ROWS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
 def test_rows_that_can_not_be_told_are_refused_while_recording(recorder: Recorder, name: str) -> None:
     source = rows_on(recorder.device)
     program, message = BAD_ROWS[name]
-    with pytest.raises(CaptureError, match=rf"break \d.*{message}"):
+    with pytest.raises(ContractError, match=rf"break \d.*{message}"):
         record_segments(recorder, lambda: program(source * 2))
     check_usable(recorder)
 

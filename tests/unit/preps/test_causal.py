@@ -128,7 +128,7 @@ def test_every_prep_is_registered_with_slots_that_fit() -> None:
     assert set(registry) == {
         "paged-decode", "dsv4-decode", "dsv4-verify", "dsv4-ragged-verify", "dsv4-draft-extend", "dsv4-draft",
         "dsv4-compression-1", "dsv4-compression-2", "dsv4-ragged-compression-1", "dsv4-ragged-compression-2",
-        "kv-page-top-up",
+        "kv-page-top-up", "split-kv-decode",
     }  # fmt: skip
     for name, contract in causal.CONTRACTS.items():
         assert registry.get(name).contract == contract
