@@ -24,6 +24,7 @@ from graphglue.core.keys import Key, KeySpace
 from graphglue.core.routing import Route, State, StepFacts
 from graphglue.device.arena import Arena
 from graphglue.errors import BindError, ClosedError, ConfigError, RankDisagreementError
+from graphglue.flight.ring import FlightLedger
 from graphglue.lanes import Lane
 from graphglue.rank_space import Ranks
 from graphglue.ranks.admission import admits, missing_sizes, mode_of, stated
@@ -78,10 +79,12 @@ class Agreement:
         check: Callable[[], None],
     ) -> None:
         self.ranks, self._stepper, self._arena, self._capture = ranks, stepper, arena, capture
+        self.agree = ranks.agree
         self._config, self._check = config, check
         self._counts_vary = ranks.planner.sum_len_tolerated  # of one captured bucket
         self._extra = (0,) * getattr(ranks, "num_extra", 0)
         self._entered: RankPlan | None = None  # what the running step was agreed to be
+        self._flight = stepper.ledger if isinstance(stepper.ledger, FlightLedger) else None
         stepper.bind(self._stand_in_again)
         capture.together, capture.lockstep.votes = ranks.every, ranks
         views.meeting_of = lambda key: ranks.planner.captured_meeting(key.bucket, key.mode, ranks.size)
@@ -126,11 +129,15 @@ class Agreement:
             BindError, StaleTableError and whatever else refuses the batch, once the ranks have agreed.
             RankDisagreementError: the ranks could not agree, or a plan does not fit this rank.
         """
+        if self._flight is not None:
+            self._flight.meet()
         if plan is not None:
             self._check_plan(plan)
         own = self._admitted(batch, forward)
         if plan is None:
-            plan = self.ranks.agree(own.facts)
+            plan = self.agree(own.facts)
+        if self._flight is not None:
+            self._flight.agree(plan)
         refusal = own.refusal
         if own.alone is not None:
             try:

@@ -67,6 +67,7 @@ class GlueGraphCache:
         self._warmups, self._segmented = max(1, warmups), segmented
         self._entries: dict[Hashable, Entry] = {}
         self._derived: list[Derived] = []  # what first warm-ups computed from slots
+        self.num_quarantines = 0  # it only grows: a key that fails again counts again
         self._closed = False
 
     @property
@@ -352,6 +353,7 @@ class GlueGraphCache:
             trees.check_rows(result, axes, view.bucket.requests, view.bucket.tokens, f"prep {self.name!r}")
 
     def _quarantine(self, key: Hashable, entry: Entry, error: Exception) -> None:
+        self.num_quarantines += 1
         entry.state, entry.cause = State.QUARANTINED, f"{type(error).__name__}: {error}"
         logger.warning("%s at %s goes eager until maintain() repairs it: %s", self.name, key, entry.cause)
 

@@ -20,6 +20,7 @@ from graphglue.core.view import View, showing_of
 from graphglue.device.arena import Arena
 from graphglue.device.base import Launch, Reads
 from graphglue.errors import CaptureError, ContractError
+from graphglue.footprint import Footprints
 from graphglue.graphs.base import Recorder, Recording
 from graphglue.graphs.segments import SegmentedRecording
 from graphglue.lockstep import Lockstep
@@ -99,6 +100,7 @@ class Capture:
         self.together: Callable[[bool], bool] = bool  # whether a flag holds on every rank
         self.lockstep, self.others = Lockstep(forward, hooks.barrier), Others()
         self._broken: ContractError | None = None
+        self.footprints = Footprints(arena.device)
 
     def run(self, keys: Sequence[Key], progress: bool | None = None, contain: bool = False) -> list[Key]:
         """Capture keys in the order given; return those with a recorded prep or forward.
@@ -128,7 +130,7 @@ class Capture:
             self.lockstep.agree(keys)
             for key in keys:
                 self._show(bar, "capture", key)
-                with self.lockstep.recording(key), self._containing(False):
+                with self.lockstep.recording(key), self._containing(False), self.footprints.weighing(key):
                     self._record_in_hook(key)
         if self.together is bool:
             self.others.warn()
@@ -357,28 +359,3 @@ class Capture:
         memory = "" if free is None else f", {free / 2**30:.1f} GiB free"
         bar.set_description(f"{what} {key.mode.value} {key.requests}x{key.tokens}{memory}", refresh=False)
         bar.update()
-
-
-def key_stats(key: Key, caches: Iterable[GlueGraphCache]) -> dict[str, Any]:
-    """Give what the caches know of a key, JSON-ready."""
-    entries = {cache.name: cache.entry(key) for cache in caches}
-    return {
-        "mode": key.mode.value,
-        "bucket": list(key.bucket),
-        "variant": repr(key.variant),
-        "states": {name: entry.state.value for name, entry in entries.items()},
-        "causes": {name: entry.cause for name, entry in entries.items() if entry.cause},
-        "capture_seconds": sum(entry.capture_seconds for entry in entries.values()),
-        "num_bytes": sum(entry.num_bytes for entry in entries.values()),
-        "segments": [part for entry in entries.values() for part in _segment_stats(entry.recording)],
-    }
-
-
-def _segment_stats(recording: Any) -> list[dict[str, Any]]:
-    """Give each segment's memory, and the break that ends it; the last one ends the forward."""
-    if not isinstance(recording, SegmentedRecording):
-        return []
-    return [
-        {"break": name, "num_bytes": num_bytes}
-        for name, num_bytes in zip((*recording.breaks, None), recording.segment_bytes)
-    ]

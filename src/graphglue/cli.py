@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import enum
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from tqdm import tqdm
 
 from graphglue import demo as demonstration
@@ -17,6 +22,8 @@ from graphglue.demo import DemoResult
 from graphglue.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
+
+_WIDTH = 160  # of a table that goes to a file
 
 
 class Device(str, enum.Enum):
@@ -120,6 +127,106 @@ def audit(
         raise typer.Exit(2) from error
     command.show(certificate)
     raise typer.Exit(0 if certificate.passed else 1)
+
+
+@app.command()
+def ladder(
+    trace: Annotated[Path | None, typer.Option(help="CSV of arrivals, as demo takes, to count steps of.")] = None,
+    histogram: Annotated[Path | None, typer.Option(help='JSON of batch sizes, such as {"1": 20, "7": 3}.')] = None,
+    buckets: Annotated[int, typer.Option(min=1, help="How many sizes, at most.")] = 16,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Count the chunks of a trace's prompts.")] = False,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="The largest chunk; 2048.")] = None,
+    step_ms: Annotated[float | None, typer.Option(help="How long a trace's decode steps last; 20.")] = None,
+    max_running: Annotated[int | None, typer.Option(min=1, help="How many requests run at once; all.")] = None,
+    multiple: Annotated[int, typer.Option(min=1, help="What every size is a multiple of.")] = 1,
+    max_size: Annotated[int | None, typer.Option(min=1, help="The largest size; else the largest count.")] = None,
+    cost_per_bucket: Annotated[float, typer.Option(help="What one size costs, in padded rows.")] = 0.0,
+    every: Annotated[int, typer.Option(min=1, help="The even ladder's distance.")] = 8,
+    json: Annotated[Path | None, typer.Option(help="Also write everything to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw it, into a .png; needs matplotlib.")] = None,
+) -> None:
+    """Find the ladder that pads a trace or a histogram least, and hold it beside the usual ones.
+
+    Exits with 2 if a file or an option can not be used.
+    """
+    from graphglue.ladders import command, counts
+    from graphglue.ladders.plot import check
+
+    for option, path in (("--json", json), ("--plot", plot)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise typer.BadParameter(f"{path.absolute().parent} is no directory", param_hint=option)
+    try:
+        if plot is not None:
+            check(plot)
+        found = counts.counted(trace, histogram, tokens, max_tokens, step_ms, max_running)
+        report = command.run(found, buckets, multiple, max_size, cost_per_bucket, every)
+        command.write(report, json, plot)
+    except ConfigError as error:
+        typer.echo(f"graphglue ladder: {error}", err=True)
+        raise typer.Exit(2) from error
+    command.show(report)
+
+
+@app.command()
+def report(
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="What json.dump(runner.stats(), file) wrote; one a rank.")
+    ],
+    html: Annotated[Path | None, typer.Option(help="Also write it as a page.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Also draw it; needs matplotlib.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Name the keys to drop for it, such as 512MiB.")] = None,
+) -> None:
+    """Show what runners did: the ladder's use, padded rows, routes, reasons, quarantines, memory.
+
+    Exits with 2 if a file can not be read.
+    """
+    from graphglue.report import command
+
+    for option, path in (("--html", html), ("--png", png)):
+        _check_folder(option, path)
+    with _refusing("report"):
+        command.run(files, html, png, None if budget is None else command.parsed_bytes(budget))
+
+
+@app.command()
+def diff(first: Path, second: Path) -> None:
+    """Name the first step at which two ranks' flight records part.
+
+    Exits with 1 if they do, with 2 if one can not be read or they have no step in common.
+    """
+    from graphglue.flight import FlightRecord, parting
+
+    with _refusing("diff"):
+        found = parting(FlightRecord.read(first), FlightRecord.read(second))
+    typer.echo("they tell the same" if found is None else found.spelled())
+    raise typer.Exit(0 if found is None else 1)
+
+
+@app.command()
+def doctor() -> None:
+    """Say what works on this machine, what falls back to what, and what to install. Always exits with 0."""
+    from graphglue.doctor import examine
+
+    table = Table("", "part", "seen", "instead", "what helps", title_justify="left")
+    for found in examine():
+        mark = Text("works", "green") if found.works else Text("missing", "yellow")
+        table.add_row(mark, *(Text(text) for text in (found.part, found.seen, found.instead, found.advice)))
+    Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH).print(table)
+
+
+def _check_folder(option: str, path: Path | None) -> None:
+    if path is not None and not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"{path.absolute().parent} is no directory", param_hint=option)
+
+
+@contextmanager
+def _refusing(command: str) -> Iterator[None]:
+    """Say what can not be used, and exit with 2."""
+    try:
+        yield
+    except ConfigError as error:
+        typer.echo(f"graphglue {command}: {error}", err=True)
+        raise typer.Exit(2) from error
 
 
 def _print(result: DemoResult, console: Console) -> None:

@@ -22,6 +22,8 @@ _FROM_ENVIRONMENT = (
     "certificate_path",
     "clone_outputs",
     "events",
+    "flight_recorder",
+    "nvtx",
     "staging",
     "warmups",
 )
@@ -77,6 +79,9 @@ class RunnerConfig(BaseModel):
         certificate_path: the file that ``graphglue audit MODULE:FACTORY --json FILE`` wrote.
         clone_outputs: return copies that later replays do not rewrite.
         events: record ``Step.sources_read()`` and ``Step.tables_read()``; about 4 us of device time a step.
+        flight_recorder: keep the decisions, plans and counts of this many last steps, for ``Runner.flight_record`` and
+            for the notes of an error that ends a step; 0 keeps none.
+        nvtx: mark fill, prep, replay, forward and agree as NVTX ranges, for a profiler.
         staging: let ``Runner.stage`` run the front of the next step beside other work. Preps are then recorded into a
             memory pool of their own, and each replay records one event behind its forward.
         max_requests: request rows where the ladder counts tokens (EXTEND).
@@ -101,6 +106,8 @@ class RunnerConfig(BaseModel):
     certificate_path: Path | None = None
     clone_outputs: bool = False
     events: bool = False
+    flight_recorder: int = Field(default=0, ge=0)
+    nvtx: bool = False
     staging: bool = False
     max_requests: int | None = Field(default=None, ge=1)
     modes: frozenset[Mode] | None = None

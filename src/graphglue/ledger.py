@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphglue.core.buckets import Bucket
+from graphglue.core.keys import Key
 from graphglue.core.routing import Decision, Reason, Route
 
 logger = logging.getLogger("graphglue")
@@ -22,12 +23,13 @@ class Tally:
     """Count the steps of one route at one bucket; all exact steps of a route share one.
 
     ``launch`` says how they run: None where preps or forward run eagerly, "" in one launch, and
-    otherwise why they can not.
+    otherwise why they can not. ``key`` is the key whose graphs they replay; None where they replay none.
     """
 
     decision: Decision
     bucket: Bucket | None
     launch: str | None = None
+    key: Key | None = None
     steps: int = 0
     real_tokens: int = 0
     bucket_tokens: int = 0
@@ -44,8 +46,10 @@ class Ledger:
     def tally(self, decision: Decision, exact: bool, launch: str | None = None) -> Tally:
         """Give the counter of a decision; an engine meets any number of exact extents, so those share one."""
         bucket = None if exact else decision.bucket
-        key = (*_route(decision), bucket, launch)
-        return self._tallies.setdefault(key, Tally(decision, bucket, launch))
+        replayed = _replayed(decision)
+        return self._tallies.setdefault(
+            (*_route(decision), bucket, launch, replayed), Tally(decision, bucket, launch, replayed)
+        )
 
     def note(self, tally: Tally, decision: Decision, raw: Bucket) -> None:
         """Count one step."""
@@ -59,18 +63,25 @@ class Ledger:
     def counters(self) -> dict[str, Any]:
         """Give all counters, JSON-ready."""
         fields = ("prep", "forward", "reason", "forward_reason", "bucket")
-        # Copied in one go, because another thread may be counting.
-        tallies = [tally for tally in list(self._tallies.values()) if tally.steps]
-        routes = _summed(((*_route(tally.decision), tally.bucket), tally.steps) for tally in tallies)
+        tallies = self._noted()
+        routes: dict[Any, list[Tally]] = {}
+        for tally in tallies:
+            routes.setdefault((*_route(tally.decision), tally.bucket), []).append(tally)
         return {
-            "steps": sum(tally.steps for tally in tallies),
-            "real_tokens": sum(tally.real_tokens for tally in tallies),
-            "bucket_tokens": sum(tally.bucket_tokens for tally in tallies),
+            **_sums(tallies),
             "one_launch": sum(tally.steps for tally in tallies if tally.launch == ""),
             "launch_fallbacks": _summed((tally.launch, tally.steps) for tally in tallies if tally.launch),
-            "routes": [{**_plain(fields, route), "steps": count} for route, count in routes.items()],
+            "routes": [{**_plain(fields, route), **_sums(those)} for route, those in routes.items()],
             "last_decisions": [_plain(fields, (*_route(one), one.bucket)) for one in list(self._last)],
         }
+
+    def replays(self) -> dict[Key, int]:
+        """Count the steps that replayed a graph of each key."""
+        return _summed((tally.key, tally.steps) for tally in self._noted() if tally.key is not None)
+
+    def _noted(self) -> list[Tally]:
+        # Copied in one go, because another thread may be counting.
+        return [tally for tally in list(self._tallies.values()) if tally.steps]
 
     def _tell(self, decision: Decision, raw: Bucket) -> None:
         eager = decision.reason if decision.prep is Route.EAGER else None
@@ -88,6 +99,21 @@ def _summed(counts: Iterable[tuple[Any, int]]) -> dict[Any, int]:
     for key, count in counts:
         total[key] = total.get(key, 0) + count
     return total
+
+
+def _sums(tallies: Iterable[Tally]) -> dict[str, int]:
+    steps, real, bucket = (sum(counts) for counts in zip((0, 0, 0), *map(_counts, tallies)))
+    return {"steps": steps, "real_tokens": real, "bucket_tokens": bucket, "padded_tokens": bucket - real}
+
+
+def _counts(tally: Tally) -> tuple[int, int, int]:
+    return tally.steps, tally.real_tokens, tally.bucket_tokens
+
+
+def _replayed(decision: Decision) -> Key | None:
+    """Give the key whose graphs a step replays: there are as many of those as were captured, and no more."""
+    glued = any(prep.route is Route.GLUE for prep in decision.preps.values())
+    return decision.key if glued or decision.forward is Route.GRAPH else None
 
 
 def _route(decision: Decision) -> tuple[Any, ...]:

@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
 from typing import Any
 
 import torch
 
+from graphglue import assembly
 from graphglue.agreeing import Agreement
-from graphglue.assembly import (
-    build_unit,
-    check_adoption,
-    check_declarations,
-    check_kinds,
-    check_staging,
-    key_space,
-    read_events,
-    recorders,
-    resolve_preps,
-)
 from graphglue.cache import GlueGraphCache
 from graphglue.capture import Capture, CaptureHooks
 from graphglue.config import RunnerConfig
@@ -31,22 +20,28 @@ from graphglue.core.slots import Slot
 from graphglue.core.tables import Tables, TableSource, check_indices
 from graphglue.core.view import View
 from graphglue.device.arena import Arena
-from graphglue.errors import CaptureError, ClosedError, ConfigError
+from graphglue.errors import CaptureError, ConfigError
+from graphglue.flight.record import FlightRecord
 from graphglue.graphs import session
 from graphglue.graphs.base import Recorder
+from graphglue.insight import Insight
+from graphglue.lifetime import Lifetime
+from graphglue.ranges import mark_ranges
 from graphglue.rank_space import agreed_space, checked_ranks
 from graphglue.ranks.facts import RankFacts
 from graphglue.ranks.plan import RankPlan
+from graphglue.rechecking import Recheck
 from graphglue.registry import Prep, Registration, Registry
+from graphglue.sleeping import Sleep
 from graphglue.staging import not_asked_for, way_to_run
 from graphglue.step import Outputs, Prepared, Step, checked_axes
 from graphglue.stepping import Stepper
-from graphglue.turn import Turn, in_use
+from graphglue.turn import Turn
 from graphglue.units import Views
 from graphglue.upkeep import Upkeep
 
 
-class Runner:
+class Runner(Lifetime):
     """Serve decode steps by replaying graphs captured per bucket.
 
     Args:
@@ -91,22 +86,24 @@ class Runner:
         recorder: Recorder | None = None,
         config: RunnerConfig | None = None,
     ) -> None:
-        check_kinds(slots, tables, forward, registry, hooks, config)
+        assembly.check_kinds(slots, tables, forward, registry, hooks, config)
         self.config = config or RunnerConfig()
         self._output_axes = checked_axes(output_axes)
         self._several = isinstance(prep, (list, tuple))
-        registrations = resolve_preps(prep, registry)
-        check_staging(self.config, registrations, ranks, recorder)
-        space = key_space(Ladder(ladder), tokens_per_request, variants, registrations, self.config)
+        registrations = assembly.resolve_preps(prep, registry)
+        assembly.check_staging(self.config, registrations, ranks, recorder)
+        space = assembly.key_space(Ladder(ladder), tokens_per_request, variants, registrations, self.config)
         self.space = agreed_space(space, checked_ranks(ranks), self.config.max_requests)
         self.arena = Arena(slots, self.space, device=device, num_ranks=1 if ranks is None else ranks.size)
         self._tables = Tables(tables or {}, self.arena.device.torch_device)
-        check_declarations(registrations, self.arena.slots, self._tables.tensors, self.config)
+        assembly.check_declarations(registrations, self.arena.slots, self._tables.tensors, self.config)
         hooks = hooks or CaptureHooks()
-        preps_recorder, recorder = recorders(self.arena.device, hooks, recorder, self.config.staging)
+        preps_recorder, recorder = assembly.recorders(self.arena.device, hooks, recorder, self.config.staging)
         self._recorders, tensors = (preps_recorder, recorder), self._tables.tensors
-        self._units = [build_unit(one, preps_recorder, self.config, self.arena, tensors) for one in registrations]
-        self._reads = read_events(self.arena.device, self._units) if self.config.events else None
+        self._units = [
+            assembly.build_unit(one, preps_recorder, self.config, self.arena, tensors) for one in registrations
+        ]
+        self._reads = assembly.read_events(self.arena.device, self._units) if self.config.events else None
         self._forward = forward and GlueGraphCache(forward, recorder=recorder, name="forward", segmented=True)
         self._views = Views(self.arena, self._tables.tensors, self._units)
         self._capture = Capture(
@@ -121,15 +118,22 @@ class Runner:
             self.config, self.arena, self._units, self._tables.tensors, self._capture, self._stepper
         )
         self._upkeep = Upkeep(self.arena, self._units, self._capture, self._stepper, self._staging, self._output_axes)
-        self._wanted: tuple[Key, ...] = ()
         self._turn = Turn()
-        self._closed = False
         self._agreement: Agreement | None = None
         if ranks is not None:
             self._agreement = Agreement(
                 ranks, self._stepper, self.arena, self._capture, self._views, self.config, self._check_step
             )
             self._agreement.compare(registrations, self.arena.slots.values())
+        recheck = Recheck(
+            self.arena, self._units, self._tables.tensors, self._views, self._capture, self._stepper, self._join
+        )
+        self._sleep = Sleep(
+            self.arena, self._tables, self._views, self._capture, self._stepper, self._upkeep, recheck, self._agreement
+        )
+        self._insight = Insight(self._stepper, self._staging, self._upkeep, self._units, ranks)
+        if self.config.nvtx:
+            mark_ranges(self.arena.device, self._stepper, self._staging, self._agreement)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -185,7 +189,7 @@ class Runner:
         Sync: none of its own. Runs on the caller's current stream.
         """
         if not self._turn.take():
-            raise in_use()
+            raise self._turn.refusal()
         try:
             if self._agreement is None:
                 self._check_step(plan)
@@ -195,6 +199,9 @@ class Runner:
                 lane, writes = self._agreement.enter(batch, plan)  # the same, and agree before route
             metadata, outputs, decision, _ = self._run(lane, writes, batch)  # launch, check, note; or take the staged
             return Step(outputs, metadata, decision, lane.raw, self._reads)
+        except Exception as error:
+            self._insight.raised(error)
+            raise
         finally:
             self._turn.end()
 
@@ -204,6 +211,7 @@ class Runner:
         Looks at the counts only, writes nothing and communicates with nobody. Sync: none.
         """
         self._check_open()
+        self._turn.check_awake()
         return self._stepper.decide(batch)[2]
 
     def facts(self, batch: Batch) -> RankFacts:
@@ -226,14 +234,18 @@ class Runner:
         Sync: none of its own. Runs on the caller's current stream.
         """
         with self._turn:
-            if self._agreement is None:
-                self._check_step(plan)
-                lane = self._stepper.lane(batch)
-                writes = self._stepper.load(lane, batch, forward_needed=False)
-            else:
-                lane, writes = self._agreement.enter(batch, plan, forward=False)
-            metadata, _, decision, view = self._run(lane, writes, batch, forward=False)
-            return Prepared(view, metadata, decision, lane.raw)
+            try:
+                if self._agreement is None:
+                    self._check_step(plan)
+                    lane = self._stepper.lane(batch)
+                    writes = self._stepper.load(lane, batch, forward_needed=False)
+                else:
+                    lane, writes = self._agreement.enter(batch, plan, forward=False)
+                metadata, _, decision, view = self._run(lane, writes, batch, forward=False)
+                return Prepared(view, metadata, decision, lane.raw)
+            except Exception as error:
+                self._insight.raised(error)
+                raise
 
     def stage(self, batch: Batch, after: Any = None) -> bool:
         """Fill the slots and run the preps of the next step beside other work, so that its replay is its forward only.
@@ -291,7 +303,7 @@ class Runner:
         """
         with self._turn:
             self._check_open()
-            check_adoption(self._units, self._forward is not None)
+            assembly.check_adoption(self._units, self._forward is not None)
             bucket = self.space.bucket(self.space.sizes_of([bucket])[0])
             recording = self.arena.device.adopt(graph, outputs)
             Outputs(outputs, self._output_axes, bucket)  # checks the declared axes
@@ -304,19 +316,20 @@ class Runner:
         return View(self.arena.targets(bucket), self._tables.tensors, bucket, self.space.modes[0], None, "runner.view")
 
     def rebind_table(self, name: str, table: TableSource) -> None:
-        """Replace a table and drop every key; ``maintain()`` captures them again. Sync: the device.
+        """Replace a table, and drop every key for ``maintain()`` (asleep: for ``resume()``). Sync: the device.
 
         Raises:
             ConfigError: an unknown name, or a table that is on another device.
         """
-        with self._turn:
+        with self._turn.even_asleep():
             self._check_open()
-            if name not in self._tables.tensors:
-                raise ConfigError(f"table {name!r} is unknown; tables are {sorted(self._tables.tensors)}")
+            if name not in self._tables.names:
+                raise ConfigError(f"table {name!r} is unknown; tables are {sorted(self._tables.names)}")
             tables = {**self._tables.tensors, name: self._tables.resolve(name, table)}
-            check_indices(self.arena.slots.values(), tables)
+            if not self.asleep:  # else resume() looks at all tables, and drops keys if this one lies elsewhere
+                check_indices(self.arena.slots.values(), tables)
+                self._upkeep.drop()
             self._tables.bind(name, table)
-            self._upkeep.drop()
             self._views.clear()
 
     def maintain(self) -> list[Key]:
@@ -336,35 +349,13 @@ class Runner:
                 self._upkeep.record(keys, progress=False, repair=True)
             return [key for key in keys if not self._capture.missing(key)]
 
-    def reset(self) -> None:
-        """Drop every key and its memory; steps run eagerly until ``capture()``. Sync: the device."""
-        with self._turn:
-            self._upkeep.drop()
-            self._wanted = ()
-
-    def close(self) -> None:
-        """Drop everything and refuse further use; calling it twice is fine. Sync: the device."""
-        if not self._closed:
-            self.reset()
-            self._closed = True
-
     def stats(self) -> dict[str, Any]:
         """Give counters since construction and every key's state, JSON-ready. Sync: samples of the shadow check."""
-        uncompiled = {unit.name: unit.cache.compile_fallback for unit in self._units if unit.cache.compile_fallback}
-        return {
-            **self._stepper.ledger.counters(),
-            "compile_fallbacks": uncompiled,
-            "shadow": None if self._stepper.shadow is None else self._stepper.shadow.stats(),
-            "staging": None if self._staging is None else self._staging.stats(),
-            "keys": self._upkeep.stats(self._wanted),
-        }
+        return self._insight.stats(self._wanted)
 
-    def __enter__(self) -> Runner:
-        self._check_open()
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+    def flight_record(self) -> FlightRecord:
+        """Give the last steps that ``RunnerConfig(flight_recorder=N)`` keeps; ConfigError without it. Sync: none."""
+        return self._insight.flight_record()
 
     # Around the step.
 
@@ -391,9 +382,3 @@ class Runner:
         if session.num_replaying:
             session.check_pools(self._recorders)
         self._tables.check()
-
-    def _check_open(self, and_tables: bool = False) -> None:
-        if self._closed:
-            raise ClosedError("the runner was closed; build another one")
-        if and_tables:
-            self._tables.check()

@@ -21,9 +21,9 @@ from graphglue.core.view import View
 from graphglue.device.arena import Arena, over_capacity
 from graphglue.device.base import Reads
 from graphglue.errors import ContractError
+from graphglue.flight.ring import open_ledger
 from graphglue.forwards import Forwards
 from graphglue.lanes import Lane, Lanes, whole_run
-from graphglue.ledger import Ledger
 from graphglue.step import Outputs
 from graphglue.units import Unit, Views, planned
 
@@ -62,7 +62,7 @@ class Stepper:
         self._reads = reads
         self._tables_until_forward = reads is not None and reads.tables_until_forward
         self._lanes = Lanes()
-        self.ledger = Ledger()
+        self.ledger = open_ledger(config)
         self.bound = False
         self.stand_in: Callable[[], None] | None = None  # joins the other ranks' eager step without rows
         self._late: Exception | None = None  # raised when the step has ended

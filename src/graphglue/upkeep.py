@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from graphglue.cache import GlueGraphCache
-from graphglue.capture import Capture, key_stats
+from graphglue.capture import Capture
 from graphglue.core.keys import Key
 from graphglue.device.arena import Arena
 from graphglue.errors import CaptureError
+from graphglue.footprint import key_stats
 from graphglue.graphs.base import Recording
 from graphglue.staging import Staging
 from graphglue.stepping import Stepper
@@ -72,6 +73,13 @@ class Upkeep:
                 for key in keys:
                     cache.drop(key)
 
+    def settle(self) -> None:
+        """Wait for all steps, and forget what is staged and decided; keys stay. Sync: the device."""
+        self._begin()
+        self._arena.device.synchronize()
+        self._stepper.settle(wait=True)
+        self._stepper.forget()
+
     def adopt(self, key: Key, recording: Recording, random: bool) -> None:
         """Take in a forward that the engine captured for a key, and compose it. Sync: none.
 
@@ -93,7 +101,12 @@ class Upkeep:
 
     def stats(self, keys: Iterable[Key]) -> list[dict[str, Any]]:
         """Give the state of every key, JSON-ready."""
-        return [key_stats(key, self._caches()) for key in keys]
+        replays, footprints = self._stepper.ledger.replays(), self._capture.footprints
+        return [key_stats(key, self._caches(), footprints, replays.get(key, 0)) for key in keys]
+
+    def num_quarantines(self) -> dict[str, int]:
+        """Count how often a key of each prep or forward was quarantined, since construction."""
+        return {str(cache.name): cache.num_quarantines for cache in self._caches()}
 
     def _begin(self) -> None:
         if self._staging is not None:

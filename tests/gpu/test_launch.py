@@ -562,6 +562,7 @@ def test_a_drawing_forward_goes_on_drawing_anew_on_the_eager_routes() -> None:
 
 
 def test_a_prep_that_draws_is_launched_apart_and_counted_with_its_cause() -> None:
+    """A prep and a forward that draw do not share a launch (RNG-4)."""
     def prep(view: Any) -> dict[str, torch.Tensor]:
         return {**meta(view), "noise": torch.rand(len(view.ids), DRAWS, device=DEVICE)}
 
@@ -1044,6 +1045,7 @@ def test_bad_adoptions_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize("compose", [lambda engine: engine, prepended], ids=["parent", "prepended"])
 def test_read_events_come_before_the_forward_ends(compose: Callable[[Engine], Engine]) -> None:
+    """An engine overwrites its sources as soon as these events have been reached (STREAM-ORDER-1)."""
     model = Model()
 
     def slow(view: Any, metadata: Any) -> dict[str, torch.Tensor]:
@@ -1072,6 +1074,7 @@ def test_read_events_come_before_the_forward_ends(compose: Callable[[Engine], En
 
 @pytest.mark.parametrize("recorder", [None, ForeignRecorder])
 def test_an_event_is_not_reached_while_the_step_is_queued(recorder: Any) -> None:
+    """Each replay records its events anew, so none is left from an earlier one (STREAM-ORDER-4)."""
     more = {} if recorder is None else {"recorder": recorder()}
     engine = Engine(config=RunnerConfig(events=True), **more).captured()
     engine.right(3)

@@ -648,6 +648,7 @@ def test_pool_alias_a_buffer_that_a_smaller_bucket_needs_larger_serves_all() -> 
 
 @pytest.mark.parametrize("how", ["item", "tolist", "upload", "raise", "unjoined"])
 def test_one_bucket_s_failed_capture_leaves_the_others_serving_and_maintain_repairs_it(how: str) -> None:
+    """Whatever it failed by: a side stream that is not joined, for one (STREAM-ORDER-6)."""
     broken = {"now": True}
 
     def prep(view: Any) -> Any:
@@ -994,6 +995,7 @@ def noise_of(engine: Engine, requests: int, start: int = 0, **more: Any) -> list
 
 
 def test_random_numbers_advance_at_every_replay_and_repeat_with_the_seed() -> None:
+    """Each replay draws anew, and a seed repeats all of them (RNG-1)."""
     engine = captured(forward=noisy)
     runs = []
     for _ in range(2):
@@ -1016,6 +1018,7 @@ def test_random_numbers_advance_on_every_route() -> None:
 
 
 def test_random_numbers_of_two_runners_and_eager_draws_differ() -> None:
+    """Graphs share one generator's bookkeeping, and none repeats another's numbers (RNG-4)."""
     one, other = captured(forward=noisy), captured(forward=noisy)
     torch.cuda.manual_seed(7)
     drawn = [

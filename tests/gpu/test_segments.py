@@ -152,6 +152,7 @@ def test_a_break_on_a_side_stream_is_refused_by_name(recorder: CudaRecorder) -> 
 
 
 def test_an_unseen_side_stream_that_is_not_joined_is_refused(recorder: CudaRecorder) -> None:
+    """The error says where (STREAM-ORDER-6)."""
     ints, side = inputs_on(DEVICE)[0], torch.cuda.Stream()
 
     def run() -> torch.Tensor:

@@ -331,7 +331,7 @@ def test_one_size_one_collective(group: tuple[SimpleNamespace, list[RankFacts]])
 def test_one_rank_that_can_not_keeps_every_rank_from_the_graph(
     group: tuple[SimpleNamespace, list[RankFacts]], data: st.DataObject
 ) -> None:
-    """A graph with a collective never meets an eager rank: a vote, a refusal, a failed capture, any reason at all."""
+    """A graph with a collective never meets an eager rank: vote, failed capture, any reason at all (RANK-SPLIT-5)."""
     setup, facts = group
     planner = planner_of(setup)
     plan = planner.plan(facts)

@@ -117,9 +117,16 @@ def decide_forward(step: SimpleNamespace, forward: gg.State | None) -> set[gg.Re
     return {Why.RAGGED_KEY} if step.ragged else {Why.NO_FORWARD_GRAPH}
 
 
+# The design's table, row by row.
+TABLE = """disabled | rank_veto | over_ladder | padding_disabled waste | idle_skipped | idle_eager
+    | not_host_free no_contract switched_off | mode_not_declared | feature_not_audited | ragged_not_declared
+    | padding_not_declared | not_certified | quarantined | not_captured | staged idle ragged padded unpadded"""
+ROW_OF = {reason: row for row, reasons in enumerate(TABLE.split("|")) for reason in reasons.split()}
+
+
 def weakest(preps: list[tuple[gg.Route, gg.Reason]]) -> tuple[gg.Route, gg.Reason]:
-    """Give the decision that stands for several preps: the first eager one, else the first skipped one."""
-    return min(preps, key=lambda decided: [EAGER, SKIP, GLUE].index(decided[0]))
+    """Give the decision that stands for several preps: an eager one, else a skipped one, of the table's first row."""
+    return min(preps, key=lambda decided: ([EAGER, SKIP, GLUE].index(decided[0]), ROW_OF[decided[1].value]))
 
 
 # Extents of a step: (raw, bucket); the bucket holds twice the raw tokens, or three times, or exactly them.

@@ -91,7 +91,7 @@ def switched_off_on_one(rank: int, group: RankGroup, model: Model) -> gg.Runner:
 
 
 def test_a_one_rank_that_must_not_replay_keeps_all_eager() -> None:
-    """Its own admission travels as a vote; the others have nothing against the graph."""
+    """Its own admission travels as a vote; the others have nothing against the graph (RANK-SPLIT-2)."""
     results, meeting = step_of_all(3, plain, switched_off_on_one, [batch_of(2), batch_of(5), batch_of(8)])
     steps = all_well(results)
     assert agreed(steps).forward is gg.Route.EAGER
@@ -110,6 +110,7 @@ def test_a_without_the_vote_a_graph_meets_an_eager_rank(monkeypatch: pytest.Monk
 
 
 def test_b_all_ranks_take_the_bucket_of_the_largest() -> None:
+    """One bucket for all, however few rows a rank has (RANK-SPLIT-2)."""
     results, meeting = step_of_all(3, plain, decoding, [batch_of(1), batch_of(7), batch_of(0)])
     decision = agreed(all_well(results))
     assert (decision.forward, decision.bucket) == (gg.Route.GRAPH, gg.Bucket(8, 8, 1))
@@ -182,7 +183,7 @@ def verifying(rank: int, group: RankGroup, model: Model) -> gg.Runner:
 
 
 def test_d_a_size_from_floats_is_agreed_as_an_integer() -> None:
-    """Both take the tier that holds both budgets."""
+    """Both take the tier that holds both budgets (RANK-SPLIT-3, FEATURE-GUARD-6)."""
     results, meeting = step_of_all(2, lambda rank: Planner([3, 4, 8], width=4), verifying, budgets())
     decision = agreed(all_well(results))
     assert (decision.forward, decision.bucket) == (gg.Route.GRAPH, gg.Bucket(4, 16, 0))

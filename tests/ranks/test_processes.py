@@ -103,6 +103,7 @@ def test_prompts_go_through_segments_and_nobody_waits_for_a_rank_that_fails(tmp_
 
 
 def test_a_runner_without_ranks_says_that_its_forward_meets_others(tmp_path: Path) -> None:
+    """A forward with collectives has an agreement, or a warning that says so (FEATURE-GUARD-6)."""
     for without, with_one, text in launch("alone_with_a_collective", 2, tmp_path):
         assert (without, with_one) == (0, 1)
         assert "hang; give it ranks=RankGroup(...)" in text

@@ -124,6 +124,7 @@ def test_the_comparison_of_outputs_can_fail(group: Group) -> None:
     ],
 )
 def test_each_rank_says_why(group: Group, loads: tuple[int, ...], forward: gg.Route, reasons: tuple[str, ...]) -> None:
+    """Counts beyond one rank's ladder go eager on all of them (OVER-CAP-3)."""
     group.exchange.delay = lambda rank, call: 0.0
     steps = all_well(group.step([batch_of(load) for load in loads]))
     assert [step.decision.forward for step in steps] == [forward] * SIZE
@@ -245,6 +246,7 @@ class BreakingModel(Model):
 
 @pytest.mark.parametrize("part", ["prep", "forward"])
 def test_a_rank_that_fails_to_capture_keeps_all_from_that_bucket(part: str) -> None:
+    """And no rank leaves the others waiting in a warm-up or a capture (RANK-SPLIT-7)."""
     exchange, meeting = Exchange(2), Meeting(2)
     preps, models = [Breaking(), Breaking()], [BreakingModel(meeting, rank) for rank in range(2)]
     broken: Any = preps[1] if part == "prep" else models[1]

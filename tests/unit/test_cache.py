@@ -99,6 +99,7 @@ def test_host_frozen_a_replay_runs_no_python_and_reads_live_values() -> None:
 
 @pytest.mark.parametrize("warmups", [1, 2, 5])
 def test_every_key_warms_up_as_often_as_asked_before_the_first_is_recorded(warmups: int) -> None:
+    """What a first call does has been done, at the same shapes, when a key is recorded (CAPTURE-FAIL-5)."""
     order: list[tuple[int, bool]] = []
 
     class Watching(Tape):

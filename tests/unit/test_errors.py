@@ -281,6 +281,7 @@ MOVES = {
 
 @pytest.mark.parametrize("move", MOVES)
 def test_a_table_that_moved_is_never_read(move: str, engine: Engine) -> None:
+    """A workspace that grew is another table, and no graph reads the old one (LIFETIME-1)."""
     engine.step(3)
     before, old = engine.bytes(), engine.home["t"]
     engine.home["t"] = MOVES[move](old)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,15 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # The examples of other issues may need a GPU or several ranks; those bring tests of their own.
-ON_ANY_MACHINE = ("quickstart_cpu", "write_a_prep", "decode_loop", "check_a_backend", "prefill_segments", "speculative")
+ON_ANY_MACHINE = (
+    "quickstart_cpu",
+    "write_a_prep",
+    "decode_loop",
+    "check_a_backend",
+    "prefill_segments",
+    "speculative",
+    "rungs",
+)
 AZURE = ROOT.parent / "shared" / "data" / "azure_llm_code_2023.csv"
 
 
@@ -26,6 +36,18 @@ def test_prompts_of_the_real_trace_are_read_in_segments() -> None:
     assert "0 differences from eager steps" in said
     assert "prompts read whole: first tokens equal" in said
     assert "8819 prompts of up to 7437 tokens in chunks of 2048" in said
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs transformers: pip install -e '.[hf]'"
+)
+def test_models_of_transformers_are_served() -> None:
+    said = ran_example("hf_llama", "--bench", "--steps", "4", "--rounds", "1", "--without-library")
+    own = [f"{kind}ForCausalLM, prep {prep}: 8 requests" for kind, prep in (("Llama", "causal"), ("Mistral", "ring"))]
+    assert [line[: len(one)] for one, line in zip(own, re.findall("^[LM].*as the eager model.*$", said, re.M))] == own
+    assert said.count("is that of its request decoded alone") == 2
+    assert re.search(r"that is Llama's prep: [1-4] requests differ from being decoded alone", said)
+    assert "These times mean nothing" in said
 
 
 def ran_example(name: str, *arguments: str) -> str:

@@ -486,6 +486,7 @@ def test_progress_is_shown_on_request(progress: bool | None, shown: bool, capsys
 
 
 def test_keys_are_recorded_largest_first_after_all_warm_ups() -> None:
+    """What a warm-up grows is in place, and small keys may use a large one's memory (LIFETIME-2, POOL-ALIAS-5)."""
     log, calls = Log(), []
 
     def prep(view: Any) -> Any:

@@ -605,6 +605,7 @@ def test_a_prep_that_draws_random_numbers_is_left_to_its_replay() -> None:
     ids=["ranks", "recorder", "effects"],
 )
 def test_a_runner_that_could_not_redo_a_step_does_not_stage(more: dict[str, Any], text: str) -> None:
+    """Declarations that exclude each other are refused at construction, and both are named (FEATURE-GUARD-5)."""
     with pytest.raises(gg.ConfigError, match=text):
         build(**more)
     if "ranks" not in more:

@@ -110,6 +110,10 @@ class ShadowCheck:
         self._of_key.clear()
         self._rebound.clear()
 
+    def restore(self) -> None:
+        """Make anew what the comparison keeps on the device; its contents were lost. Sync: none."""
+        self._comparison = Comparison(self._arena.device.torch_device)
+
     # One sampled step.
 
     def begin(self, lane: Lane, sources: Mapping[str, Any], rank_counts: Sequence[int] | None = None) -> Twin:

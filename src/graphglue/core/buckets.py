@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import operator
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from graphglue.core.fitting import fitted_sizes
 from graphglue.errors import ConfigError
 
 _LARGEST_SIZE = 2**31 - 1
@@ -73,6 +74,33 @@ class Ladder:
             sizes.append(size * step)
             size = math.ceil(size / growth) - 1
         return cls(sizes)
+
+    @classmethod
+    def from_histogram(
+        cls,
+        histogram: Mapping[int, int],
+        buckets: int,
+        cost_per_bucket: float | Fraction = 0,
+        multiple: int = 1,
+        max_size: int | None = None,
+    ) -> Ladder:
+        """Build the ladder of at most ``buckets`` sizes that pads the steps of a histogram least, exactly.
+
+        Args:
+            histogram: how often each batch size occurred, such as ``{1: 20, 7: 3}``; 0, an idle step, is left out.
+            buckets: how many sizes at most. Fewer are given where more save nothing.
+            cost_per_bucket: what one more size costs, in padded rows over the whole histogram, such as its memory or
+                its capture seconds at a weight of yours.
+            multiple: what every size is a multiple of; counts are rounded up to it.
+            max_size: the largest size, for steps larger than any in the histogram; else the largest count.
+
+        Of ladders that cost the same it is the one with the fewest sizes, and of those the one whose sizes, read from
+        the largest down, are smallest.
+
+        Raises:
+            ConfigError: a histogram in which nothing occurred, a number out of range, or a count above ``max_size``.
+        """
+        return cls(fitted_sizes(histogram, buckets, cost_per_bucket, multiple, max_size))
 
     @property
     def smallest(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -48,6 +49,7 @@ class Tables:
     def __init__(self, sources: Mapping[str, TableSource], device: torch.device) -> None:
         self._device = device
         self._sources: dict[str, TableSource] = {}
+        self._left: dict[str, weakref.ref[torch.Tensor]] = {}
         self._places: dict[str, Place] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self._callables: list[str] = []
@@ -56,6 +58,16 @@ class Tables:
         self._likeness = Likeness([])
         for name, source in sources.items():
             self.bind(name, source)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tables, those whose tensors were let go of too."""
+        return (*self._sources, *(name for name in self._left if name not in self._sources))
+
+    @property
+    def places(self) -> dict[str, Place]:
+        """Where each table lies since it was taken in last."""
+        return dict(self._places)
 
     def resolve(self, name: str, source: TableSource) -> torch.Tensor:
         """Give the tensor behind a source, checked; nothing is taken in."""
@@ -67,11 +79,37 @@ class Tables:
     def bind(self, name: str, source: TableSource) -> None:
         """Take a table in, or replace it."""
         tensor = self.resolve(name, source)
+        self._left.pop(name, None)
         self._sources[name], self.tensors[name], self._places[name] = source, tensor, Place.of(tensor)
         self._callables = [key for key, given in self._sources.items() if not isinstance(given, torch.Tensor)]
         self._current = list(self.tensors.values())
         self._likeness = Likeness(self._current)
         self._addresses = [self._places[key].address for key in self.tensors]
+
+    def let_go(self) -> None:
+        """Hold no tensor any more, so that whoever made them may free them; ``current`` finds them again."""
+        for name, source in list(self._sources.items()):
+            if isinstance(source, torch.Tensor):
+                self._left[name] = weakref.ref(source)
+                del self._sources[name]
+        self.tensors.clear()
+        self._current, self._addresses, self._likeness = [], [], Likeness([])
+
+    def current(self) -> dict[str, TableSource]:
+        """Look every table up where it is now, for ``bind``; nothing is taken in. Sync: none.
+
+        Raises:
+            StaleTableError: one was freed, or has no memory.
+        """
+        kept = {name: tensor for name, left in self._left.items() if (tensor := left()) is not None}
+        if freed := sorted(set(self._left) - set(kept)):
+            raise StaleTableError(f"tables {freed} were freed; hand in the new ones with rebind_table(name, tensor)")
+        found: dict[str, TableSource] = {**self._sources, **kept}
+        for name, source in found.items():
+            tensor = self.resolve(name, source)
+            if tensor.numel() and not tensor.data_ptr():
+                raise StaleTableError(f"table {name!r} has no memory; make it anew first, or rebind_table it")
+        return found
 
     def check(self) -> None:
         """Compare every table with what was captured: address, shape, stride, dtype. Sync: none.

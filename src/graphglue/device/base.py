@@ -167,6 +167,12 @@ class Device(Protocol):
     def free_bytes(self) -> int | None:
         """Free device memory in bytes; None where nobody counts it."""
 
+    def trim(self) -> None:
+        """Give memory that nothing uses, but torch keeps, back to the driver. Sync: the device."""
+
+    def named_range(self, name: str) -> AbstractContextManager[None]:
+        """Name what is queued inside for a profiler. Sync: none."""
+
     def versions(self) -> dict[str, str]:
         """Name the device, and the versions of what drives it, as a certificate records them."""
 

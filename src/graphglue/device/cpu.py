@@ -163,6 +163,13 @@ class CpuDevice:
         """Give None: host memory is not what limits capture."""
         return None
 
+    def trim(self) -> None:
+        """Do nothing: host memory that is freed is gone."""
+
+    def named_range(self, name: str) -> AbstractContextManager[None]:
+        """Name nothing: the tape has no profiler."""
+        return nullcontext()
+
     def versions(self) -> dict[str, str]:
         """Name the kind of processor; nothing else drives it."""
         return {"device": f"cpu {platform.machine()}"}

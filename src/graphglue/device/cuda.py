@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -132,6 +133,20 @@ class CudaDevice:
     def free_bytes(self) -> int | None:
         """Free device memory in bytes, as the driver counts it."""
         return torch.cuda.mem_get_info(self.torch_device)[0]
+
+    def trim(self) -> None:
+        """Free the blocks that torch caches. Sync: the device."""
+        with torch.cuda.device(self.torch_device):
+            torch.cuda.empty_cache()
+
+    @contextmanager
+    def named_range(self, name: str) -> Iterator[None]:
+        """Push an NVTX range, and pop it whatever happens inside. Sync: none."""
+        torch.cuda.nvtx.range_push(name)
+        try:
+            yield
+        finally:
+            torch.cuda.nvtx.range_pop()
 
     def versions(self) -> dict[str, str]:
         """Name the GPU, torch's CUDA and the driver's. Sync: none."""

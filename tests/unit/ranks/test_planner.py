@@ -251,6 +251,7 @@ def test_no_ranks_are_refused() -> None:
 
 
 def test_digests_are_compared_where_they_are_given() -> None:
+    """What must be alike on all ranks and is no count, such as a split, is stated as a digest (RANK-SPLIT-4)."""
     planner = Planner([4])
     assert planner.plan(decode(1, digest=5) + decode(1) + decode(2, digest=5)).forward is GRAPH
     with pytest.raises(gg.RankDisagreementError, match="rank 2 has digest 0x6, rank 0 0x5"):

@@ -104,7 +104,7 @@ def test_it_is_collected_by_pytest(pytester: pytest.Pytester) -> None:
             registry.register(contract)(lambda view: {"m": view.x - view.x.min()})
             return gg.Runner(slots=slots, ladder=[3], prep="p", registry=registry)
 
-        test = conformance(make_backend, max_examples=5)
+        test = conformance(make_backend, max_examples=50)
         """
     )
     done = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-rA")
