@@ -563,6 +563,7 @@ def test_a_drawing_forward_goes_on_drawing_anew_on_the_eager_routes() -> None:
 
 def test_a_prep_that_draws_is_launched_apart_and_counted_with_its_cause() -> None:
     """A prep and a forward that draw do not share a launch (RNG-4)."""
+
     def prep(view: Any) -> dict[str, torch.Tensor]:
         return {**meta(view), "noise": torch.rand(len(view.ids), DRAWS, device=DEVICE)}
 
