@@ -94,12 +94,9 @@ def bench(
     for option, path in (("--json", json), ("--plot", plot)):
         if path is not None and not path.absolute().parent.is_dir():
             raise typer.BadParameter(f"{path.absolute().parent} is no directory", param_hint=option)
-    try:
+    with _refusing("bench"):
         settings = command.parsed(device.value, steps, buckets, only, peer or [], trace)
         report = command.run_and_write(settings, json, plot)
-    except ConfigError as error:
-        typer.echo(f"graphglue bench: {error}", err=True)
-        raise typer.Exit(2) from error
     command.show(report)
 
 
@@ -155,15 +152,12 @@ def ladder(
     for option, path in (("--json", json), ("--plot", plot)):
         if path is not None and not path.absolute().parent.is_dir():
             raise typer.BadParameter(f"{path.absolute().parent} is no directory", param_hint=option)
-    try:
+    with _refusing("ladder"):
         if plot is not None:
             check(plot)
         found = counts.counted(trace, histogram, tokens, max_tokens, step_ms, max_running)
         report = command.run(found, buckets, multiple, max_size, cost_per_bucket, every)
         command.write(report, json, plot)
-    except ConfigError as error:
-        typer.echo(f"graphglue ladder: {error}", err=True)
-        raise typer.Exit(2) from error
     command.show(report)
 
 

@@ -119,12 +119,7 @@ class Runner(Lifetime):
         )
         self._upkeep = Upkeep(self.arena, self._units, self._capture, self._stepper, self._staging, self._output_axes)
         self._turn = Turn()
-        self._agreement: Agreement | None = None
-        if ranks is not None:
-            self._agreement = Agreement(
-                ranks, self._stepper, self.arena, self._capture, self._views, self.config, self._check_step
-            )
-            self._agreement.compare(registrations, self.arena.slots.values())
+        self._agreement = None if ranks is None else self._agree(ranks, registrations)
         recheck = Recheck(
             self.arena, self._units, self._tables.tensors, self._views, self._capture, self._stepper, self._join
         )
@@ -134,6 +129,14 @@ class Runner(Lifetime):
         self._insight = Insight(self._stepper, self._staging, self._upkeep, self._units, ranks)
         if self.config.nvtx:
             mark_ranges(self.arena.device, self._stepper, self._staging, self._agreement)
+
+    def _agree(self, ranks: Any, registrations: Iterable[Registration]) -> Agreement:
+        """Compare with the other ranks what their graphs must have in common, and let steps be agreed from then on."""
+        agreement = Agreement(
+            ranks, self._stepper, self.arena, self._capture, self._views, self.config, self._check_step
+        )
+        agreement.compare(registrations, self.arena.slots.values())
+        return agreement
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:

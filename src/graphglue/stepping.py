@@ -278,6 +278,7 @@ class Stepper:
         launch, key, self._late = lane.launch, lane.decision.key, None
 
         def begin() -> None:
+            """Launch what was composed, and publish, before any eager break reads what is published."""
             launch.run()
             if twin is not None and self.shadow is not None:
                 for position in range(len(self._units)):

@@ -74,19 +74,7 @@ class _Extents:
 def _times(settings: Settings, way: Way) -> list[Row]:
     body = Body(settings.device, _ROWS, _NUM_LAYERS, _WIDTH)
     contenders = [_proven(contender, body, way, settings) for contender in _contenders(settings, body, way)]
-    rows = []
-    for in_flight in IN_FLIGHT:
-        rows += measured(
-            settings,
-            contenders,
-            _Extents(_ROWS, _ROWS),
-            in_flight=in_flight,
-            steps=max(5, settings.steps // 4),
-            budget_seconds=10.0,
-            deep=False,
-            crowded=True,
-            describe=f"segments, {in_flight} in flight",
-        )
+    rows = _in_turn(settings, contenders, _ROWS, 10.0, "segments")
     names = {FLOOR: BARE, AGAIN: BARE_AGAIN}
     for row in rows:
         row.label = of_way(names.get(row.label, row.label), way)
@@ -103,20 +91,27 @@ def _step_times(settings: Settings) -> list[Row]:
     else:
         contenders.append(Contender(PEER_STEP, steps.by_hand(peer.step)))
     proven = [_proven(contender, body, FILLS, settings) for contender in contenders]
-    rows = []
     with steps.runner:
-        for in_flight in IN_FLIGHT:
-            rows += measured(
-                settings,
-                proven,
-                _Extents(NUM_REQUESTS, _ROWS),
-                in_flight=in_flight,
-                steps=max(5, settings.steps // 4),
-                budget_seconds=5.0,
-                deep=False,
-                crowded=True,
-                describe=f"whole prefill steps, {in_flight} in flight",
-            )
+        return _in_turn(settings, proven, NUM_REQUESTS, 5.0, "whole prefill steps")
+
+
+def _in_turn(
+    settings: Settings, contenders: Sequence[Contender], num_requests: int, budget_seconds: float, what: str
+) -> list[Row]:
+    """Time contenders, one of each in every round, with fewer and more steps in flight."""
+    rows = []
+    for in_flight in IN_FLIGHT:
+        rows += measured(
+            settings,
+            contenders,
+            _Extents(num_requests, _ROWS),
+            in_flight=in_flight,
+            steps=max(5, settings.steps // 4),
+            budget_seconds=budget_seconds,
+            deep=False,
+            crowded=True,
+            describe=f"{what}, {in_flight} in flight",
+        )
     return rows
 
 

@@ -63,10 +63,7 @@ def run(
     where = _device(device)
     rows = arrivals.generate(requests, seed) if trace is None else arrivals.read_trace(trace, requests)
     served = arrivals.fit(
-        rows,
-        max_prompt=LIMITS.max_prompt,
-        max_generated=LIMITS.max_generated,
-        num_running=LIMITS.ladder[-1],
+        rows, max_prompt=LIMITS.max_prompt, max_generated=LIMITS.max_generated, num_running=LIMITS.ladder[-1]
     )
     on_cpu = where.type == "cpu"
     dtype = torch.float64 if on_cpu else torch.bfloat16

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
-from graphglue.errors import ConfigError
+from graphglue.artifacts import read_json
 
 
 class _Plain(BaseModel):
@@ -86,14 +86,5 @@ class FlightRecord(_Plain):
         Raises:
             ConfigError: no such file, or something else in it.
         """
-        try:
-            return cls.model_validate_json(Path(path).read_text())
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} can not be read: {error}") from error
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "the file"
-            raise ConfigError(
-                f"{path} is no flight record of version 1: {where}: {first['msg']}; write one with "
-                "runner.flight_record().write(FILE)"
-            ) from error
+        advice = "write one with runner.flight_record().write(FILE)"
+        return read_json(cls, path, "is no flight record of version 1", advice)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
-from graphglue.errors import ConfigError
+from graphglue.artifacts import read_json
 
 
 class _Part(BaseModel):
@@ -75,14 +75,4 @@ def read_stats(path: Path) -> Stats:
     Raises:
         ConfigError: no such file, or something else in it.
     """
-    try:
-        return Stats.model_validate_json(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} can not be read: {error}") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise ConfigError(
-            f"{path} is not what runner.stats() gives: {where}: {first['msg']}; write it with "
-            "json.dump(runner.stats(), file)"
-        ) from error
+    return read_json(Stats, path, "is not what runner.stats() gives", "write it with json.dump(runner.stats(), file)")

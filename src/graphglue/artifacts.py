@@ -1,0 +1,34 @@
+"""Artifacts: JSON files that graphglue or an engine wrote, read back and checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from graphglue.errors import ConfigError
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def read_json(kind: type[Model], path: Path | str, wanted: str, advice: str) -> Model:
+    """Read a model from a file.
+
+    Args:
+        kind: the model.
+        path: the file.
+        wanted: what the file should be, for the message: "is not ..." or "is no ...".
+        advice: how such a file is written.
+
+    Raises:
+        ConfigError: no such file, or something else in it.
+    """
+    try:
+        return kind.model_validate_json(Path(path).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} can not be read: {error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise ConfigError(f"{path} {wanted}: {where}: {first['msg']}; {advice}") from error
