@@ -60,15 +60,13 @@ class Composed:
         outputs: what its forward computes.
         has_forward: the forward is part of it, or follows it in segments.
         fallback: why something of it is launched apart; empty if nothing is.
-        segments: a forward with eager breaks.
-        leads: the first of the segments is part of it.
+        leads: the first segment of a forward with eager breaks is part of it.
     """
 
     launch: Launch
     outputs: Any
     has_forward: bool
     fallback: str = ""
-    segments: SegmentedRecording | None = None
     leads: bool = False
 
 
@@ -308,7 +306,7 @@ class Capture:
         launch = self._arena.device.compose(self._arena.fill_of(key.bucket), preps, first, random, self._reads)
         self.drop_launches([key])
         fallback, leads = launch.fallback or apart, first is not None
-        self.launches[key] = Composed(launch, forward.outputs, True, fallback, forward, leads)
+        self.launches[key] = Composed(launch, forward.outputs, True, fallback, leads)
 
     def check_forward(self, key: Key, axes: Mapping[str, str] | str | None, contain: bool) -> None:
         """Hold a captured forward against the declared axes, and its breaks against the rows and the contracts."""

@@ -11,7 +11,6 @@ from graphglue.cache import GlueGraphCache
 from graphglue.capture import Capture
 from graphglue.core import trees
 from graphglue.core.keys import Key
-from graphglue.core.live import Live
 from graphglue.core.routing import Decision, Route
 from graphglue.core.view import View, showing_of
 from graphglue.graphs.narrowed import narrowed
@@ -109,7 +108,7 @@ class Forwards:
         if self.python is None:
             return None
         key, raw = decision.key, lane.raw
-        live = self._views.live({name: view[name] for name in view}, raw, live_metadata)
+        live = self._views.live(view, raw, live_metadata)
         with torch.no_grad(), showing_of(view).on(live), narrowed(raw.tokens, key.tokens):
             outputs = self.python(view.fresh(), trees.map_tensors(torch.Tensor.detach, metadata))
         return Outputs(outputs, self._output_axes, key.bucket).real(raw)
@@ -118,11 +117,7 @@ class Forwards:
         """Let a lane with a captured forward know its segments, and what their breaks see."""
         lane.segments = self.segments(key)
         if lane.segments is not None and lane.forward_view is not None:
-            lane.live = self._live(lane, metadata)
-
-    def _live(self, lane: Lane, metadata: Any) -> Live:
-        assert lane.forward_view is not None
-        return self._views.live({name: lane.forward_view[name] for name in lane.forward_view}, lane.raw, metadata)
+            lane.live = self._views.live(lane.forward_view, lane.raw, metadata)
 
     def _mirror_outputs(self, key: Key) -> None:
         """Bring outputs to where the launch, left aside for once, would have left them."""

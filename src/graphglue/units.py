@@ -98,7 +98,7 @@ class Views:
         seen = tables if contract is None else {name: tables[name] for name in contract.tables}
         return View(reads, seen, key.bucket, key.mode, key.variant, f"prep {unit.name!r}")
 
-    def live(self, slots: dict[str, torch.Tensor], raw: Bucket, metadata: Any) -> Live:
+    def live(self, slots: Mapping[str, torch.Tensor], raw: Bucket, metadata: Any) -> Live:
         """Cut slots to a step's real rows, for eager breaks."""
         cut = {}
         for name, tensor in slots.items():

@@ -107,33 +107,43 @@ class SegmentedRecording:
         with session.replaying(self.pool), Reaching(None):
             if (first := lead or self._first) is not None:
                 first()
-            if keep_going or check or self._ambient is None:
+            if check or self._ambient is None:
                 raised = _each(breaks, real_rows, check, keep_going)
             else:
                 with self._ambient.on():
-                    self._run(real_rows)
+                    raised = self._run(real_rows, keep_going)
             if self._last is not None:
                 self._last()
         if raised is not None:
             raise raised
 
-    def _run(self, real_rows: int | None) -> None:
+    def _run(self, real_rows: int | None, keep_going: bool) -> Exception | None:
         """Run segments and breaks, all under one ambient; what is called is looked up once for a number of rows."""
         if self._prepared[0] != real_rows:
             self._prepared = (real_rows, [step.prepared(real_rows) for _, step in self._opened()])
-        launches, running = self._launches, None
-        try:
-            for launch, call in zip(launches, self._prepared[1]):
-                if launch is not None:
-                    launch()
-                running = call
-                fresh = call.run(*call.args, **call.kwargs)
-                running = None
-                call.accept(fresh)
-        except Exception as error:
-            if running is None or isinstance(error, DivergenceError):
-                raise
-            raise running.step.failure(error) from error
+        raised: Exception | None = None
+        turns = zip(self._launches, self._prepared[1])
+        while True:
+            launched, running = False, None
+            try:
+                for launch, call in turns:
+                    launched = False
+                    if launch is not None:
+                        launch()
+                    launched, running = True, call
+                    fresh = call.run(*call.args, **call.kwargs)
+                    running = None
+                    call.accept(fresh)
+                return raised
+            except Exception as error:
+                fault = error if running is None else running.step.failure(error)
+                if not (keep_going and launched):  # behind a launch that failed nothing can go on
+                    if fault is error:
+                        raise
+                    raise fault from error
+                if fault is not error:
+                    fault.__cause__ = error
+                raised = raised or fault  # the turn after this one is next
 
     def follow(self, run: Callable[[], Any]) -> None:
         """Call ``run`` eagerly and compare the breaks it reaches with those recorded.
