@@ -155,7 +155,10 @@ def max_gap(max_generated: int) -> int:
 
 
 def _step_seconds(gaps: Sequence[float], num_steps: float) -> float:
-    """Spread the busy stretches over ``num_steps`` steps; a gap far above the usual one is not busy."""
+    """Spread the busy stretches over ``num_steps`` steps; a gap far above the usual one is not busy.
+
+    Stretches too short to be spread (none, or less than the smallest number) make steps of a second.
+    """
     usual = median(gaps) if gaps else 0.0
     busy = sum(gap for gap in gaps if gap <= 10 * usual)
-    return busy / num_steps if busy > 0 else 1.0
+    return busy / num_steps or 1.0

@@ -131,3 +131,12 @@ def test_fitting_keeps_order_and_limits(rows: list[TraceRow], max_prompt: int, m
 def test_requests_that_come_at_one_moment_arrive_at_one_step() -> None:
     rows = [TraceRow(0.0, 10, 3)] * 4
     assert {request.arrival for request in fit(rows, max_prompt=8, max_generated=8, num_running=2)} == {0}
+
+
+@pytest.mark.parametrize("moment", [0.0, 5e-324, 1e-300, 1e-7])
+def test_gaps_below_the_clock_s_resolution_still_make_whole_steps(moment: float) -> None:
+    rows = [TraceRow(0.0, 10, 3), *(TraceRow(moment, 10, 3) for _ in range(9)), TraceRow(1.0, 10, 3)]
+    arrivals = [request.arrival for request in fit(rows, max_prompt=8, max_generated=8, num_running=2)]
+    assert arrivals[0] == 0
+    assert arrivals == sorted(arrivals)
+    assert arrivals[-1] <= max_gap(8) + 10
