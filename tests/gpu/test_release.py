@@ -288,11 +288,14 @@ def test_two_runners_in_one_pool_sleep_and_wake() -> None:
         serves(engine)
 
 
-def test_a_runner_alone_in_an_engine_s_pool_is_recorded_anew() -> None:
+@pytest.mark.parametrize("keep_keys", [True, False])
+def test_a_runner_alone_in_an_engine_s_pool_is_recorded_anew(keep_keys: bool) -> None:
+    """The pool dies with its last graph: torch refuses its handle, at once or after its memory was given back."""
     engine = captured(hooks=CaptureHooks(pool=torch.cuda.graph_pool_handle()))
-    engine.runner.release()
-    assert len(engine.runner.resume()) == len(LADDER)
-    serves(engine)
+    for _ in range(2):
+        engine.runner.release(keep_keys)
+        assert len(engine.runner.resume()) == len(LADDER)
+        serves(engine)
 
 
 def test_it_sleeps_on_one_stream_and_serves_on_another() -> None:

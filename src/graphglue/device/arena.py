@@ -39,7 +39,7 @@ class Arena:
     Raises:
         ConfigError: repeated names, or an adopted storage that the largest bucket does not fit.
 
-    Sync: none. All storage is allocated here, outside inference mode.
+    Sync: none. All storage is allocated here, outside inference mode. Capturable: no.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Arena:
         self.fill_idle(space.bucket(space.ladder.largest))
 
     def view(self, bucket: Bucket | int) -> View:
-        """Show all slots at one bucket. Each starts at the slot's address; addresses never change."""
+        """Show all slots at one bucket, or size. Each starts at the slot's address, for good. Sync: none."""
         bucket = self.bucket_of(bucket)
         return View(self.targets(bucket), {}, bucket, reader="the arena's view")
 
@@ -89,7 +89,11 @@ class Arena:
         return bucket
 
     def fill(self, batch: Batch, bucket: Bucket | int | None = None) -> View:
-        """Fill the slots for one batch, and show them at its bucket.
+        """Fill the slots for one batch, and show them at its bucket. Sync: none.
+
+        Args:
+            batch: the step; host sources may be overwritten as soon as this returns, device ones once the fill has run.
+            bucket: what to fill to; the smallest that covers the batch by default.
 
         Raises:
             BindError: a source does not fit; nothing was written.
@@ -139,7 +143,7 @@ class Arena:
         return [self._bind_slot(slot, sources, raw, bucket, rank_counts, scratch) for slot in self.slots.values()]
 
     def write(self, writes: Sequence[Write], bucket: Bucket) -> None:
-        """Run a fill that was bound before. Sync: none."""
+        """Run a fill, as ``bind`` gave it for this bucket, on the caller's current stream. Sync: none."""
         fill = self.fill_of(bucket)
         fill.load(writes)
         fill.run()
@@ -158,16 +162,16 @@ class Arena:
         self._fills[bucket] = TorchFill(self.targets(bucket), self.device)
 
     def fill_capture(self, bucket: Bucket) -> None:
-        """Fill a bucket's slots with the values that preps see while they are recorded."""
+        """Fill a bucket's slots with the values that preps see while they are recorded. Sync: none."""
         writes = [self._capture_write(slot, bucket) for slot in self.slots.values()]
         self.device.fill_once(writes, self.targets(bucket))
 
     def fill_idle(self, bucket: Bucket) -> None:
-        """Fill a bucket's slots with idle values."""
+        """Fill a bucket's slots with idle values. Sync: none."""
         self.device.fill_once(self.bind({}, Bucket(0, 0, 0), bucket), self.targets(bucket))
 
     def scratch(self, writes: Sequence[Write], bucket: Bucket) -> dict[str, torch.Tensor]:
-        """Fill fresh tensors at the writes' own extents; the slots stay as they are."""
+        """Fill fresh tensors at the writes' own extents; the slots stay as they are. Sync: none."""
         with torch.inference_mode(False):
             device = self.device.torch_device
             fresh = {

@@ -164,6 +164,9 @@ class Device(Protocol):
     def random_offset(self) -> int:
         """Give the position of the device's random generator; it moves when numbers are drawn."""
 
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """Give the default generators that code of this device may draw from."""
+
     def free_bytes(self) -> int | None:
         """Free device memory in bytes; None where nobody counts it."""
 

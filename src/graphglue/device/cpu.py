@@ -15,6 +15,7 @@ from graphglue.device.base import Device, Fill, Launch, Loaded, ReadEvent, Reads
 from graphglue.device.fill import fill_slots
 from graphglue.errors import CaptureError, ConfigError
 from graphglue.graphs.base import Recorder, Recording
+from graphglue.graphs.draws import state_of
 from graphglue.graphs.tape import Tape, TapeRecording
 
 
@@ -156,8 +157,12 @@ class CpuDevice:
         return False
 
     def random_offset(self) -> int:
-        """Give 0: a tape's replay draws from the CPU's generator by itself."""
-        return 0
+        """Tell the default generator's state from others; a tape's replay draws from it by itself."""
+        return state_of(torch.default_generator)
+
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """Give the CPU's."""
+        return (torch.default_generator,)
 
     def free_bytes(self) -> int | None:
         """Give None: host memory is not what limits capture."""

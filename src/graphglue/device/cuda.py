@@ -130,6 +130,10 @@ class CudaDevice:
         """Give the position of the device's default generator. Sync: none."""
         return torch.cuda.default_generators[self.torch_device.index].get_offset()
 
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """Give the GPU's, and the CPU's: warm-ups may draw from both."""
+        return torch.cuda.default_generators[self.torch_device.index], torch.default_generator
+
     def free_bytes(self) -> int | None:
         """Free device memory in bytes, as the driver counts it."""
         return torch.cuda.mem_get_info(self.torch_device)[0]

@@ -11,6 +11,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +23,6 @@ from graphglue.graphs.ambient import Ambient, without_modes
 from graphglue.graphs.bridges import Bridges, Memory, addresses, allocated, check_plain, is_strided
 from graphglue.graphs.cuts import Cuts
 from graphglue.graphs.marks import Mark
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _Held(NamedTuple):
@@ -47,9 +46,9 @@ class _Held(NamedTuple):
 
 
 class _Tree(NamedTuple):
-    """A row-aligned argument that is a tree: where it stands in a call, and where what is cut of it stands."""
+    """A row-aligned argument that is a tree: its place in a call, and where what is cut of it stands."""
 
-    key: int | str
+    key: Any
     held: _Held
     places: list[int | None]
 
@@ -60,14 +59,9 @@ class _Tree(NamedTuple):
         return pytree.tree_unflatten(leaves, self.held.structure)
 
 
-class Prepared(NamedTuple):
-    """One break at one number of real rows: the function, its arguments, and what takes in its result."""
-
-    run: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    accept: Callable[[Any], None]
-    step: Break
+# A break at one number of real rows: the function with its arguments, and what takes its result in; None where there is
+# nothing to do for a break that returns nothing.
+Prepared = tuple[Callable[[], Any], Callable[[Any], None] | None]
 
 
 class Break:
@@ -90,8 +84,9 @@ class Break:
         self._held = [self._hold(name, value) for name, value in bound.arguments.items()]
         self.rows = self._count_rows()
         self._bridges: Bridges | None = None
-        self._given: tuple[int | None, Arguments]
-        self._bare: list[tuple[Any, int]] = []  # row-aligned tensors: where in a call, and where in what is cut
+        # Row-aligned arguments: where each stands in a call, by position or by name, and where in what is cut.
+        self._at: list[tuple[int, int]] = []
+        self._named: list[tuple[str, int]] = []
         self._trees: list[_Tree] = []
 
     def __str__(self) -> str:
@@ -152,27 +147,54 @@ class Break:
 
     def join(self, cuts: Cuts) -> None:
         """Get ready for replays, with what the breaks of one recording cut together."""
+        assert self._bridges is not None
+        self._cuts = cuts
+        self._bridges.join(cuts)
         bound = inspect.BoundArguments(self.mark.signature, OrderedDict((one.name, one.given()) for one in self._held))
-        whole: Arguments = (bound.args, bound.kwargs)
-        self._cuts, self._whole, self._given = cuts, whole, (None, whole)
+        self._args, self._kwargs = [*bound.args], bound.kwargs
         order = list(self.mark.signature.parameters)
         for held in self._held:
             if held.is_aligned:
-                places = held.places(cuts)
-                key = held.name if held.name in whole[1] else order.index(held.name)
-                if held.structure.is_leaf() and places[0] is not None:
-                    self._bare.append((key, places[0]))
-                else:
-                    self._trees.append(_Tree(key, held, places))
-        if self._bridges is not None:
-            self._bridges.join(cuts)
+                self._find(held, held.name if held.name in self._kwargs else order.index(held.name))
+        self._whole = partial(self.mark.run, *self._args, **self._kwargs), self._bridges.accepting(None)
+
+    def _find(self, held: _Held, key: Any) -> None:
+        """Note where a row-aligned argument stands."""
+        places = held.places(self._cuts)
+        if not held.structure.is_leaf() or places[0] is None:
+            self._trees.append(_Tree(key, held, places))
+        elif isinstance(key, str):
+            self._named.append((key, places[0]))
+        else:
+            self._at.append((key, places[0]))
+            self._args[key] = self._cuts.whole(places[0])  # layers that are given the same memory share it
 
     def prepared(self, real_rows: int | None) -> Prepared:
         """Give what a replay calls, and with what, at one number of real rows."""
-        rows = real_rows if real_rows != self.rows and self.rows is not None else None
-        args, kwargs = self._given[1] if self._given[0] == rows else self._arguments(rows)
+        if real_rows is None or real_rows == self.rows or self.rows is None:
+            return self._whole
+        args, kwargs, heads = [*self._args], self._kwargs, self._cuts.cut(real_rows)
+        for at, place in self._at:
+            args[at] = heads[place]
+        if self._named or self._trees:
+            kwargs = {**kwargs, **{name: heads[place] for name, place in self._named}}
+            by_place: Any = (args, kwargs)
+            for tree in self._trees:
+                by_place[type(tree.key) is str][tree.key] = tree.cut(self._cuts, real_rows)
         assert self._bridges is not None
-        return Prepared(self.mark.run, args, kwargs, self._bridges.accepting(rows), self)
+        return partial(self.mark.run, *args, **kwargs), self._bridges.accepting(real_rows)
+
+    def take(self, fresh: Any, accept: Callable[[Any], None] | None) -> None:
+        """Bring a fresh result to where it is read.
+
+        Raises:
+            DivergenceError: it is something else than while recording; nothing was written.
+        """
+        assert self._bridges is not None
+        if accept is not None:
+            accept(fresh)
+        elif fresh is not None:
+            self._bridges.accept(fresh, None)
 
     def failure(self, error: Exception) -> Exception:
         """Give what a replay raises where the function raised."""
@@ -183,39 +205,28 @@ class Break:
             "next one starts from the first segment"
         )
 
-    def run(self, real_rows: int | None, check: bool = False) -> None:
+    def run(self, prepared: Prepared, watched_rows: int | None) -> None:
         """Call the function and bring its result into the bridges, on the caller's current stream.
+
+        Args:
+            prepared: what is called, and what takes its result in.
+            watched_rows: compare the rows of row-aligned arguments behind these; None for no comparison.
 
         Raises:
             SegmentError: the function raised.
             DivergenceError: it returned something else than while recording, or wrote past the real rows.
 
-        Sync: none of its own; the device with ``check``.
+        Sync: none of its own; the device where rows are watched.
         """
-        call = self.prepared(real_rows)
-        rows = self._given[0]
+        call, accept = prepared
         try:
-            with self._watched(rows) if check and rows is not None else nullcontext():
-                fresh = call.run(*call.args, **call.kwargs)
+            with nullcontext() if watched_rows is None else self._watched(watched_rows):
+                fresh = call()
         except DivergenceError:
             raise
         except Exception as error:
             raise self.failure(error) from error
-        call.accept(fresh)
-
-    def _arguments(self, rows: int | None) -> Arguments:
-        """Build what the function is called with, and keep it for replays with as many real rows."""
-        given = self._whole
-        if rows is not None:
-            args, kwargs, cuts = [*given[0]], {**given[1]}, self._cuts
-            by_place: Any = (args, kwargs)
-            for key, place in self._bare:
-                by_place[type(key) is str][key] = cuts.head(place, rows)
-            for tree in self._trees:
-                by_place[type(tree.key) is str][tree.key] = tree.cut(cuts, rows)
-            given = tuple(args), kwargs
-        self._given = rows, given
-        return given
+        self.take(fresh, accept)
 
     @contextmanager
     def _watched(self, rows: int) -> Iterator[None]:

@@ -32,12 +32,11 @@ class Memory(Protocol):
 
 
 class _Cut(NamedTuple):
-    """The static result at some real rows: its leaves, the tails behind them, and what a lone tensor is like."""
+    """The static result at some real rows: its leaves, and the tails behind them."""
 
     rows: int | None
-    heads: list[Any]
-    tails: list[torch.Tensor]
-    kind: tuple[Any, ...] | None
+    heads: Sequence[Any]
+    tails: Sequence[torch.Tensor]
 
 
 class Bridges:
@@ -78,7 +77,7 @@ class Bridges:
         self._padded = [*tensors, *(_alias(tensor, memory) for tensor in filled)] if rows is not None else []
         for tensor in self._padded:
             self._check_padded(tensor)
-        self._whole = self._cut = _Cut(None, self._targets, [], self._kind(self._targets))
+        self._whole = _Cut(None, self._targets, [])
         fresh = [new if beside else old for old, new, beside in zip(leaves, self._targets, self._in_argument)]
         self._first: Any = pytree.tree_unflatten(fresh, self._structure)
 
@@ -101,7 +100,7 @@ class Bridges:
         self._cuts = cuts
         if self._rows is not None:
             self._heads = [cuts.place(leaf, True) if isinstance(leaf, torch.Tensor) else None for leaf in self._targets]
-            self._tails = list(dict.fromkeys(cuts.place(tensor, True) for tensor in self._padded))
+            self._tails = tuple(dict.fromkeys(cuts.place(tensor, True) for tensor in self._padded))
 
     def accept(self, fresh: Any, rows: int | None) -> None:
         """Check a fresh result, then copy it in and reset the padded tails. Sync: none.
@@ -109,29 +108,67 @@ class Bridges:
         Raises:
             DivergenceError: it differs in structure, shape, dtype, plain values or aliasing; nothing was written.
         """
-        self.accepting(rows)(fresh)
+        self._taking(self._at(rows))(fresh)
 
-    def accepting(self, rows: int | None) -> Callable[[Any], None]:
-        """Build what ``accept`` does at one number of real rows; each Python call in it counts, break by break."""
-        cut = self._cut if self._cut.rows == rows else self._at(rows)
-        copy, is_nothing, tails, pad = self._copy, self._is_nothing, cut.tails, self._pad
+    def accepting(self, rows: int | None) -> Callable[[Any], None] | None:
+        """Build what ``accept`` does at one number of real rows; None where it does nothing to nothing.
+
+        Each Python call in it counts, break by break, so the common forms have functions of their own.
+        """
+        if self._is_nothing:
+            return None if rows is None or not self._tails else self._resetting(rows)
+        if self._is_bare and not self._in_argument[0]:
+            return self._copying(rows)
+        return self._taking(self._at(rows))
+
+    def _taking(self, cut: _Cut) -> Callable[[Any], None]:
+        """Take in any tree."""
 
         def accept(fresh: Any) -> None:
-            if not is_nothing or fresh is not None:
-                copy(fresh, cut)
+            self._copy(fresh, cut)
+            for tail in cut.tails:
+                tail.fill_(self._pad)
+
+        return accept
+
+    def _resetting(self, rows: int) -> Callable[[Any], None]:
+        """Take in nothing, and reset the tails."""
+        tails, pad = self._cuts.tails(self._tails, rows), self._pad
+
+        def accept(fresh: Any) -> None:
+            if fresh is not None:
+                self._refuse(fresh, self._at(rows))
+            for tail in tails:
+                tail.fill_(pad)
+
+        return accept
+
+    def _copying(self, rows: int | None) -> Callable[[Any], None]:
+        """Take in one tensor with memory of its own: what ``_copy`` does, but without trees."""
+        target, tails = self._targets[0], self._whole.tails
+        if rows is not None and (place := self._heads[0]) is not None:
+            target, tails = self._cuts.cut(rows)[place], self._cuts.tails(self._tails, rows)
+        shape, dtype, device, copy = target.shape, target.dtype, target.device, target.copy_
+        pad, given, tensor = self._pad, self._given, torch.Tensor
+
+        def accept(fresh: Any) -> None:
+            if (
+                not isinstance(fresh, tensor)
+                or fresh.shape != shape
+                or fresh.dtype is not dtype
+                or fresh.device != device
+                or fresh.untyped_storage().data_ptr() in given
+            ):
+                self._copy(fresh, self._at(rows))  # says what is wrong
+            else:
+                copy(fresh.detach() if fresh.requires_grad else fresh)
             for tail in tails:
                 tail.fill_(pad)
 
         return accept
 
     def _copy(self, fresh: Any, cut: _Cut) -> None:
-        if self._is_bare and isinstance(fresh, torch.Tensor):  # the common form needs no tree
-            if (fresh.shape, fresh.dtype, fresh.device) != cut.kind:
-                self._refuse(fresh, cut)
-            leaves: Sequence[Any] = (fresh,)
-        else:
-            leaves = self._leaves_of(fresh, cut)
-        copies = []
+        leaves, copies = self._leaves_of(fresh, cut), []
         for target, leaf, in_argument in zip(cut.heads, leaves, self._in_argument):
             if isinstance(leaf, torch.Tensor) and leaf.numel():
                 self._check_aliasing(target, leaf, in_argument, cut.rows)
@@ -167,18 +204,12 @@ class Bridges:
         )
 
     def _at(self, rows: int | None) -> _Cut:
-        """Cut the targets to the real rows, and the tails behind them; keep both for replays with as many."""
+        """Cut the targets to the real rows, and the tails behind them."""
         if rows is None:
-            self._cut = self._whole
-        else:
-            pairs = zip(self._targets, self._heads)
-            heads = [leaf if place is None else self._cuts.head(place, rows) for leaf, place in pairs]
-            tails = [self._cuts.tail(place, rows) for place in self._tails]
-            self._cut = _Cut(rows, heads, tails, self._kind(heads))
-        return self._cut
-
-    def _kind(self, heads: Sequence[Any]) -> tuple[Any, ...] | None:
-        return (heads[0].shape, heads[0].dtype, heads[0].device) if self._is_bare else None
+            return self._whole
+        cuts, pairs = self._cuts.cut(rows), zip(self._targets, self._heads)
+        heads = [leaf if place is None else cuts[place] for leaf, place in pairs]
+        return _Cut(rows, heads, self._cuts.tails(self._tails, rows))
 
 
 def check_plain(leaves: Sequence[Any], what: str) -> None:

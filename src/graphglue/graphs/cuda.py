@@ -7,6 +7,7 @@ middle of it. ``capture_begin`` and ``capture_end`` are called here, and a failu
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,6 +19,8 @@ from torch.utils import _pytree as pytree
 
 from graphglue.errors import CaptureError, ClosedError
 from graphglue.graphs import guard, memory, session
+
+logger = logging.getLogger("graphglue")
 
 
 class _Holding(guard.DispatchGuard):
@@ -113,6 +116,11 @@ class CudaRecording:
         """Launch the graph on the caller's current stream. Sync: none."""
         session.check_replayable()
         self.graph.replay()
+
+    @property
+    def launch(self) -> Callable[[], None]:
+        """What launches the graph and checks nothing: torch's replay, without the Python method in front of it."""
+        return super(torch.cuda.CUDAGraph, self.graph).replay
 
     def close(self) -> None:
         """Drop the graph, the outputs and their memory. Calling it twice is fine."""
@@ -226,8 +234,7 @@ class CudaRecorder:
             rules = guard.Guard(self._device)
             holding = _Holding(rules)
             modes = (guard.FunctionGuard(rules), holding) if strict else ()
-            pool = self._pool
-            graph, outputs = self._capture(lambda: rules.call(run, *modes), pool)
+            graph, outputs, pool = self._capture(lambda: rules.call(run, *modes), self._pool)
             num_bytes = max(0, torch.cuda.memory_reserved(self._device) - reserved)
             with memory.plain():
                 outputs = pytree.tree_map(_normal, outputs)
@@ -248,25 +255,34 @@ class CudaRecorder:
 
         return CudaParts(self, strict)
 
-    def _capture(self, run: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-        graph = self._begin(pool)
+    def _capture(self, run: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any, Any]:
+        graph, pool = self._begin(pool)
         try:
             outputs = run()
         except BaseException:
             self._abandon(graph, pool)
             raise
         self._end(graph, pool)
-        return graph, outputs
+        return graph, outputs, pool
 
-    def _begin(self, pool: Any) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
+    def _begin(self, pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
+        """Begin a capture; give its graph and its pool, a new one where torch takes the engine's no more.
+
+        A pool dies with its last graph, which an engine that gives a fresh handle leaves to this recorder.
+        """
+        graph, is_engines = torch.cuda.CUDAGraph(keep_graph=True), pool == self._given_pool
         try:
             # thread_local: another thread's copies and allocations do not break this capture.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         except RuntimeError as error:
             self._abandon(graph, pool)
-            raise CaptureError(f"a capture could not begin: {error}") from error
-        return graph
+            if not is_engines:
+                raise CaptureError(f"a capture could not begin: {error}") from error
+            fresh = self._begin(self._own_pool)
+            self._given_pool = None
+            logger.warning("memory pool %s lost its last graph, so torch takes it no more; a new one is used", pool)
+            return fresh
+        return graph, pool
 
     def _end(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         try:

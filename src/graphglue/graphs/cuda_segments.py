@@ -84,7 +84,7 @@ class CudaParts:
         if torch.cuda.current_stream(self.device) != self._recorder._stream:
             raise CaptureError("a break changed the current stream and did not change it back")
         self._reserved = torch.cuda.memory_reserved(self.device)
-        self._graph = self._recorder._begin(self._graph_pool)
+        self._graph, self._graph_pool = self._recorder._begin(self._graph_pool)
         for side in self._forked:
             side.wait_stream(self._recorder._stream)
 
@@ -171,4 +171,4 @@ class CudaParts:
         failed, _, count = driver.cuGraphGetNodes(driver.CUgraph(recording.graph.raw_cuda_graph()), 0)
         if int(failed) == 0 and count == 0:
             return None
-        return recording.graph.replay
+        return recording.launch

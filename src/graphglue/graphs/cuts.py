@@ -13,14 +13,18 @@ class Cuts:
     A pool hands the same memory to layer after layer, so that the breaks of many layers are given the same rows:
     tensors that a recording made for itself and that differ in nothing but their layer are one here. What is cut
     stays until a replay has other real rows.
+
+    Attributes:
+        heads: the real rows of each place, as ``cut`` was last asked for.
     """
 
     def __init__(self) -> None:
         self._tensors: list[torch.Tensor] = []
         self._places: dict[Hashable, int] = {}
         self._rows: int | None = None
-        self._heads: list[torch.Tensor | None] = []
+        self.heads: list[torch.Tensor] = []
         self._tails: list[torch.Tensor | None] = []
+        self._together: dict[Hashable, list[torch.Tensor]] = {}
 
     def place(self, tensor: torch.Tensor, is_alias: bool) -> int:
         """Take in a tensor, and give what ``head`` and ``tail`` call it.
@@ -36,27 +40,36 @@ class Cuts:
             self._rows = None
         return self._places[key]
 
+    def whole(self, place: int) -> torch.Tensor:
+        """Give all rows."""
+        return self._tensors[place]
+
+    def cut(self, rows: int) -> list[torch.Tensor]:
+        """Cut all there is; give the real rows of each place. Sync: none."""
+        if rows != self._rows:
+            self._rows, self.heads = rows, [tensor[:rows] for tensor in self._tensors]
+            self._tails, self._together = [None] * len(self._tensors), {}
+        return self.heads
+
     def head(self, place: int, rows: int) -> torch.Tensor:
         """Give the real rows. Sync: none."""
-        if rows != self._rows:
-            self._begin(rows)
-        found = self._heads[place]
-        if found is None:
-            found = self._heads[place] = self._tensors[place][:rows]
-        return found
+        return self.cut(rows)[place]
 
     def tail(self, place: int, rows: int) -> torch.Tensor:
         """Give the padded rows. Sync: none."""
-        if rows != self._rows:
-            self._begin(rows)
+        self.cut(rows)
         found = self._tails[place]
         if found is None:
             found = self._tails[place] = self._tensors[place][rows:]
         return found
 
-    def _begin(self, rows: int) -> None:
-        self._rows, self._heads = rows, [None] * len(self._tensors)
-        self._tails = self._heads.copy()
+    def tails(self, places: tuple[int, ...], rows: int) -> list[torch.Tensor]:
+        """Give the padded rows of several places, the same list to all who ask for these. Sync: none."""
+        self.cut(rows)
+        found = self._together.get(places)
+        if found is None:
+            found = self._together[places] = [self.tail(place, rows) for place in places]
+        return found
 
 
 def _likeness(tensor: torch.Tensor) -> Hashable:

@@ -108,9 +108,13 @@ def eager_break(
 
     Capturable: no; that is what it is for.
 
-    Example:
-        >>> @eager_break(row_aligned=("q", "k", "v"))
-        ... def attend(q, k, v, layer): ...
+    Examples:
+        >>> import torch, graphglue as gg
+        >>> @gg.eager_break(row_aligned=("rows",))
+        ... def attend(rows):
+        ...     return rows.cumsum(0)
+        >>> attend(torch.ones(3)).tolist()  # outside a segmented recording it is a plain call
+        [1.0, 2.0, 3.0]
     """
     if function is None:
         return functools.partial(eager_break, stub=stub, row_aligned=row_aligned, writes=writes, pad=pad)

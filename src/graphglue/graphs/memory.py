@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,15 +32,19 @@ class Derived(TorchDispatchMode):
 
     Args:
         sources: addresses of storages; what is computed from them, and from that, is noted.
+        draws: told each random generator that an operation is about to draw from.
     """
 
-    def __init__(self, sources: set[int]) -> None:
+    def __init__(self, sources: set[int], draws: Callable[[Any], None] | None = None) -> None:
         super().__init__()
+        self._draws = draws
         self._sources, self._seen = sources, set(sources)
         self._made: set[int] = set()  # what was there before is the engine's own state, however it is written
         self._noted: list[weakref.ref[torch.Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._draws is not None and kwargs and (generator := kwargs.get("generator")) is not None:
+            self._draws(generator)
         result = func(*args, **(kwargs or {}))
         given = (args, kwargs)
         fresh = addresses(result) - addresses(given)
@@ -54,10 +58,10 @@ class Derived(TorchDispatchMode):
                     self._noted.append(weakref.ref(tensor))
         return result
 
-    def kept(self) -> set[int]:
-        """Give the addresses of what was noted and is still alive, the sources left out."""
+    def kept(self) -> list[torch.Tensor]:
+        """Give what was noted and is still alive, the sources left out."""
         alive = [tensor for ref in self._noted if (tensor := ref()) is not None]
-        return addresses(alive) - self._sources
+        return [tensor for tensor in alive if not addresses(tensor) & self._sources]
 
 
 def ignores_values(func: Any) -> bool:

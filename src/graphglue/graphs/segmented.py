@@ -8,17 +8,25 @@ from typing import Any
 import torch
 
 from graphglue.errors import BindError, ClosedError, DivergenceError
-from graphglue.graphs import session
+from graphglue.graphs import memory, session
 from graphglue.graphs.base import Recording
-from graphglue.graphs.breaks import Break, Prepared
+from graphglue.graphs.breaks import Break
 from graphglue.graphs.cuts import Cuts
 from graphglue.graphs.marks import Reaching, breaks_reached, difference
 
 Launch = Callable[[], None]
+# The segment before a break, and the break: what is called, what takes its result in, and who it is.
+Turn = tuple[Launch | None, Callable[[], Any], Callable[[Any], None] | None, Break]
 
 
 class SegmentedRecording:
     """Segments and breaks of one callable, in order. It keeps alive all memory that its replays touch.
+
+    Args:
+        pool: tells memory pools apart.
+        segments: the recorded segments, one more than breaks.
+        launches: what replays each segment; None for an empty one.
+        breaks: the breaks between them.
 
     Attributes:
         breaks: the names of its breaks, in order.
@@ -26,6 +34,11 @@ class SegmentedRecording:
         rows: the padded rows of row-aligned breaks; None if there are none.
         unaligned: the names of breaks without row-aligned arguments, which run on padded rows too.
     """
+
+    segments: tuple[Recording, ...]
+    breaks: tuple[str, ...]
+    rows: int | None
+    unaligned: tuple[str, ...]
 
     def __init__(
         self,
@@ -40,15 +53,15 @@ class SegmentedRecording:
         self.rows = next((step.rows for step in breaks if step.rows is not None), None)
         self._outputs = segments[-1].outputs
         self._first, self._last = launches[0], launches[-1] if breaks else None
-        self._breaks: tuple[tuple[Launch | None, Break], ...] | None
-        # A break and the segment before it, which for the first break is launched by itself.
-        self._breaks = tuple(zip((None, *launches[1:-1]), breaks))
+        self._breaks: tuple[Break, ...] | None = tuple(breaks)
         self._ambient = breaks[0].ambient if breaks and len({step.ambient for step in breaks}) == 1 else None
+        # The segment before each break; the first one is launched by itself.
         self._launches = (None, *launches[1:-1])
         cuts = Cuts()
         for step in breaks:
             step.join(cuts)
-        self._prepared: tuple[int | None, list[Prepared]] = (None, [step.prepared(None) for step in breaks])
+        self._whole = self._turns_at(None)
+        self._cut: tuple[int | None, list[Turn]] = (None, self._whole)
 
     @property
     def first(self) -> Recording | None:
@@ -100,56 +113,41 @@ class SegmentedRecording:
 
         After an error the next replay starts from the first segment. Sync: none; the device with ``check``.
         """
-        breaks = self._opened()
+        self._opened()
         session.check_replayable()
         self._check_rows(real_rows)
+        turns = self._whole if real_rows is None or real_rows == self.rows else self._turns(real_rows)
         raised: Exception | None = None
         with session.replaying(self.pool), Reaching(None):
             if (first := lead or self._first) is not None:
                 first()
             if check or self._ambient is None:
-                raised = _each(breaks, real_rows, check, keep_going)
+                raised = _each(turns, real_rows if check and turns is not self._whole else None, keep_going)
             else:
                 with self._ambient.on():
-                    raised = self._run(real_rows, keep_going)
+                    raised = _all(turns, keep_going)
             if self._last is not None:
                 self._last()
         if raised is not None:
             raise raised
 
-    def _run(self, real_rows: int | None, keep_going: bool) -> Exception | None:
-        """Run segments and breaks, all under one ambient; what is called is looked up once for a number of rows."""
-        if self._prepared[0] != real_rows:
-            self._prepared = (real_rows, [step.prepared(real_rows) for _, step in self._opened()])
-        raised: Exception | None = None
-        turns = zip(self._launches, self._prepared[1])
-        while True:
-            launched, running = False, None
-            try:
-                for launch, call in turns:
-                    launched = False
-                    if launch is not None:
-                        launch()
-                    launched, running = True, call
-                    fresh = call.run(*call.args, **call.kwargs)
-                    running = None
-                    call.accept(fresh)
-                return raised
-            except Exception as error:
-                fault = error if running is None else running.step.failure(error)
-                if not (keep_going and launched):  # behind a launch that failed nothing can go on
-                    if fault is error:
-                        raise
-                    raise fault from error
-                if fault is not error:
-                    fault.__cause__ = error
-                raised = raised or fault  # the turn after this one is next
+    def _turns(self, real_rows: int | None) -> list[Turn]:
+        """Look up what is called once for a number of rows."""
+        if self._cut[0] != real_rows:
+            with memory.plain():  # what is cut now serves later replays, whatever is switched on around them
+                self._cut = (real_rows, self._turns_at(real_rows))
+        return self._cut[1]
+
+    def _turns_at(self, real_rows: int | None) -> list[Turn]:
+        return [(launch, *step.prepared(real_rows), step) for launch, step in zip(self._launches, self._opened())]
 
     def follow(self, run: Callable[[], Any]) -> None:
         """Call ``run`` eagerly and compare the breaks it reaches with those recorded.
 
         Raises:
             DivergenceError: another order or another number of breaks.
+
+        Sync: what ``run`` does.
         """
         if changed := difference(self.breaks, breaks_reached(run)):
             raise DivergenceError(f"the callable takes another way than while it was recorded: {changed}")
@@ -157,7 +155,7 @@ class SegmentedRecording:
     def close(self) -> None:
         """Drop segments, breaks, outputs and their memory. Calling it twice is fine."""
         self._breaks, self._outputs, self._first, self._last = None, None, None, None
-        self._prepared, self._launches = (None, []), ()
+        self._cut, self._whole, self._launches = (None, []), [], ()
         for segment in self.segments:
             segment.close()
 
@@ -167,23 +165,51 @@ class SegmentedRecording:
         if isinstance(real_rows, bool) or not isinstance(real_rows, int) or not 0 <= real_rows <= self.rows:
             raise BindError(f"real_rows={real_rows!r}: this recording has {self.rows} rows; give 0 to {self.rows}")
 
-    def _opened(self) -> tuple[tuple[Launch | None, Break], ...]:
+    def _opened(self) -> tuple[Break, ...]:
         if self._breaks is None:
             raise ClosedError("this recording was closed; record the callable again")
         return self._breaks
 
 
-def _each(
-    breaks: Sequence[tuple[Launch | None, Break]], real_rows: int | None, check: bool, keep_going: bool
-) -> Exception | None:
+def _all(turns: Sequence[Turn], keep_going: bool) -> Exception | None:
+    """Run segments and breaks, all under one ambient; give the first error if one goes on."""
+    raised: Exception | None = None
+    left = iter(turns)
+    while True:
+        launched, running = False, None
+        try:
+            for launch, call, accept, step in left:
+                launched = False
+                if launch is not None:
+                    launch()
+                launched, running = True, step
+                fresh = call()
+                running = None
+                if accept is not None:
+                    accept(fresh)
+                elif fresh is not None:
+                    step.take(fresh, None)
+            return raised
+        except Exception as error:
+            fault = error if running is None else running.failure(error)
+            if not (keep_going and launched):  # behind a launch that failed nothing can go on
+                if fault is error:
+                    raise
+                raise fault from error
+            if fault is not error:
+                fault.__cause__ = error
+            raised = raised or fault  # the turn after this one is next
+
+
+def _each(turns: Sequence[Turn], watched_rows: int | None, keep_going: bool) -> Exception | None:
     """Run segments and breaks, each under what was on where it was reached; give the first error if one goes on."""
     raised: Exception | None = None
-    for launch, step in breaks:
+    for launch, call, accept, step in turns:
         if launch is not None:
             launch()
         try:
             with step.ambient.on():
-                step.run(real_rows, check)
+                step.run((call, accept), watched_rows if step.rows is not None else None)
         except Exception as error:
             if not keep_going:
                 raise

@@ -10,7 +10,17 @@ from typing import Any
 
 from graphglue.errors import CaptureError
 
-_here = threading.local()
+
+class _Here(threading.local):
+    """What is under way in this thread."""
+
+    recording = False
+
+    def __init__(self) -> None:
+        self.pools: list[Hashable] = []  # of segmented replays
+
+
+_here = _Here()
 _count_lock = threading.Lock()
 
 
@@ -42,7 +52,7 @@ def check_pool(pool: Hashable) -> None:
     Raises:
         CaptureError: it would overwrite what later segments read.
     """
-    if pool is not None and pool in _here.__dict__.get("pools", ()):
+    if pool is not None and pool in _here.pools:
         raise CaptureError(
             "a break replays another recording of the same recorder, whose memory the outer one still reads; record "
             "the inner one with a recorder, or a pool, of its own"
@@ -59,29 +69,32 @@ def check_replayable() -> None:
         raise CaptureError("a replay inside a recording is not recorded; replay after it has ended")
 
 
-@contextmanager
-def replaying(pool: Hashable) -> Iterator[None]:
+class replaying:
     """Refuse a second segmented replay inside the first where both use one memory pool.
 
     A break that replays another recording of the pool would overwrite what later segments read.
     """
-    global num_replaying
-    check_pool(pool)
-    pools: list[Hashable] = _here.__dict__.setdefault("pools", [])
-    pools.append(pool)
-    with _count_lock:
-        num_replaying += 1
-    try:
-        yield
-    finally:
-        pools.pop()
+
+    def __init__(self, pool: Hashable) -> None:
+        self._pool = pool
+
+    def __enter__(self) -> None:
+        global num_replaying
+        check_pool(self._pool)
+        _here.pools.append(self._pool)
+        with _count_lock:
+            num_replaying += 1
+
+    def __exit__(self, *_: object) -> None:
+        global num_replaying
+        _here.pools.pop()
         with _count_lock:
             num_replaying -= 1
 
 
 def recording() -> bool:
     """Tell whether this thread is inside a recording."""
-    return bool(getattr(_here, "recording", False))
+    return _here.recording
 
 
 _gc_lock = threading.Lock()

@@ -216,6 +216,7 @@ def test_what_a_break_returned_may_be_changed_in_place(recorder: Recorder) -> No
 CHANGES: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], Any], str]] = {
     "shape": (lambda x: x + 1, lambda x: (x + 1)[:2], r"\[2, 3\] on .*, captured float32\[4, 3\]"),
     "dtype": (lambda x: x + 1, lambda x: (x + 1).double(), r"float64.*captured float32"),
+    "device": (lambda x: x + 1, lambda x: (x + 1).to("meta"), r"on meta.*captured float32\[4, 3\]"),
     "structure": (lambda x: (x + 1,), lambda x: [x + 1], "structure"),
     "one for none": (lambda x: x + 1, lambda x: (x + 1,), "structure"),
     "a plain value": (lambda x: (x + 1, 3), lambda x: (x + 1, 4), "int 4, captured int 3"),
@@ -246,6 +247,29 @@ def test_another_result_is_refused_before_anything_is_written(recorder: Recorder
     recording.replay()
     assert same(recording.outputs, before(source * 2))
     check_usable(recorder)
+
+
+@pytest.mark.parametrize("real_rows", [None, 2])
+def test_a_result_where_there_was_none_is_refused(recorder: Recorder, real_rows: int | None) -> None:
+    source, context = rows_on(recorder.device), Context()
+
+    @eager_break(row_aligned=("x", "into"), writes=("into",))
+    def moody(x: torch.Tensor, into: torch.Tensor) -> Any:
+        into.copy_(x)
+        return None if context.factor == 1 else x + 1
+
+    def run() -> torch.Tensor:
+        into = torch.empty_like(source)
+        moody(source * 2, into)
+        return into + 1
+
+    recording = record_segments(recorder, run)
+    context.factor = 2
+    with pytest.raises(DivergenceError, match=r"break 0 \('moody'\) returned.*NoneType"):
+        recording.replay(real_rows)
+    context.factor = 1
+    recording.replay(real_rows)
+    assert same(recording.outputs[:real_rows], (source * 2 + 1)[:real_rows])
 
 
 def test_a_result_that_hides_tensors_is_refused_while_recording(recorder: Recorder) -> None:

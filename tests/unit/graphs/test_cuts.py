@@ -80,3 +80,13 @@ def test_arguments_in_every_place_of_a_call_are_cut() -> None:
         assert seen[-1] == (7, (8, 9), rows, rows, rows, rows)
         assert torch.equal(recording.outputs[:rows], (source * 10)[:rows])
         assert bool((recording.outputs[rows:] == -1).all())
+
+
+def test_a_named_argument_is_cut_where_no_other_is() -> None:
+    source = torch.arange(8.0).view(4, 2)
+    twice = eager_break(lambda *, x: x * 2, row_aligned=("x",), pad=-1)
+    recording = record_segments(Tape(), lambda: twice(x=source + 1) + 0)
+    for rows in (3, 4, 1):
+        recording.replay(rows)
+        assert torch.equal(recording.outputs[:rows], ((source + 1) * 2)[:rows])
+        assert bool((recording.outputs[rows:] == -1).all())
