@@ -78,7 +78,8 @@ class Agreement:
         config: RunnerConfig,
         check: Callable[[], None],
     ) -> None:
-        self.ranks, self._stepper, self._arena, self._capture = ranks, stepper, arena, capture
+        self.ranks, self._arena, self._capture = ranks, arena, capture
+        self._stepper, self._decider = stepper, stepper.decider
         self.agree = ranks.agree
         self._config, self._check = config, check
         self._counts_vary = ranks.planner.sum_len_tolerated  # of one captured bucket
@@ -187,7 +188,7 @@ class Agreement:
         """Make every check that needs no other rank, and take the sources in where the last such step took them."""
         try:
             self._check()
-            alone = self._stepper.lane(batch)
+            alone = self._decider.lane(batch)
             if alone.stated is None:
                 alone.stated = self._state(alone.facts, batch.variant)
             if self._stepper.plans_on_host:  # once a step, for the bucket that is agreed
@@ -269,13 +270,13 @@ class Agreement:
         facts = StepFacts(raw, bucket, plan.mode, step.features, ragged)
         known = not step.idle or batch.variant in space.variants
         variant = batch.variant if known else space.variants[0]  # a rank without requests takes any
-        decision = self._stepper.route(facts, space.key(plan.mode, bucket, variant))
+        decision = self._decider.route(facts, space.key(plan.mode, bucket, variant))
         if self._stepper.forward is not None and not decision:
             raise RankDisagreementError(
                 f"rank {self.ranks.rank}: the plan says GRAPH at {tuple(bucket)} in mode {plan.mode.value}, but it has "
                 f"no graph there ({decision.forward_reason}); send what Runner.facts gives, it says what is missing"
             )
-        lane = self._stepper.lane_of(raw, facts, decision)
+        lane = self._decider.lane_of(raw, facts, decision)
         lane.rank_counts = None if set(plan.counts) == {bucket.tokens} else plan.counts
         return lane
 
@@ -296,8 +297,8 @@ class Agreement:
             scratch=scratch or not self._arena.fits(extents),
         )
         # A key without padding, which is never captured: what is eager here is eager as a whole.
-        decision = replace(self._stepper.route(facts, Key(mode, *extents, None, batch.variant)), bucket=plan.bucket)
-        lane = self._stepper.lane_of(raw, facts, decision)
+        decision = replace(self._decider.route(facts, Key(mode, *extents, None, batch.variant)), bucket=plan.bucket)
+        lane = self._decider.lane_of(raw, facts, decision)
         lane.rank_counts, lane.meeting = plan.counts, plan.meeting
         return lane
 
@@ -320,16 +321,13 @@ class Agreement:
             return
         batch = Batch.idle(plan.mode, self._arena.space.variants[0])
         try:
-            alone = self._stepper.lane(batch)
+            alone = self._decider.lane(batch)
             try:
                 lane = self._lane(batch, alone, plan, scratch=True)
             except RankDisagreementError:  # no graph here any more: the same collectives, run eagerly
                 lane = self._lane(batch, alone, plan._replace(forward=Route.EAGER), scratch=True)
-            # Bound here, because what failed may be the host planner that loading would ask.
-            writes = self._arena.bind({}, lane.raw, lane.decision.key.bucket, lane.rank_counts, lane.facts.beyond)
-            if lane.fill is not None:
-                lane.fill.load(writes)
-            self._stepper.run(lane, writes, batch)
+            # What failed may be the host planner, which ``load`` would ask.
+            self._stepper.run(lane, self._stepper.load_nothing(lane), batch)
         except ClosedError:
             return
         except Exception:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -201,6 +201,19 @@ def _certified(
     what = "its steps run eagerly" if required else "it is glued all the same"
     logger.warning("prep %r is not certified: %s; %s. %s", registration.name, why, what, _ADVICE)
     return False if required else None
+
+
+def reached_generators(device: Device, *code: Callable[..., Any] | None) -> list[torch.Generator]:
+    """List the random generators that code on a GPU reaches by name.
+
+    Nothing watches the operations of a forward there, which may be compiled inside. On the CPU they tell themselves.
+    """
+    if device.torch_device.type == "cpu":
+        return []
+    from graphglue.audit.holdings import generators
+
+    found = [one for each in code if each is not None for one in generators(each)]
+    return [one for one in found if one.device.type == device.torch_device.type]
 
 
 def read_events(device: Device, units: Iterable[Unit]) -> Reads:

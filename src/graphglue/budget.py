@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+__all__ = ["BudgetPlan", "Drop", "plan_budget"]
+
 
 class Drop(NamedTuple):
     """One key to drop: its number in ``stats["keys"]``, its step count, and the bytes that come back."""

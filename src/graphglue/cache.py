@@ -16,9 +16,10 @@ from graphglue.core.routing import State
 from graphglue.core.view import View
 from graphglue.device.base import open_device
 from graphglue.entry import Entry, not_computed
-from graphglue.errors import CaptureError, ClosedError, ContractError
+from graphglue.errors import CaptureError, ClosedError, ContractError, GraphGlueError
 from graphglue.graphs.base import Recorder, Recording
-from graphglue.graphs.memory import Derived
+from graphglue.graphs.guard import blame
+from graphglue.graphs.memory import Derived, addresses
 from graphglue.graphs.segments import breaks_reached, record_segments
 from graphglue.results import copy_into, moved, owned, storages_of
 
@@ -29,8 +30,7 @@ class GlueGraphCache:
     """Record a prep once per key, replay it, and fall back to calling it.
 
     Failure is per key: a key that can not be recorded is QUARANTINED with its cause, keeps its
-    static result for the eager fallback, and is retried by ``maintain()``. The states are drawn at
-    ``graphglue.core.routing.State``.
+    static result for the eager fallback, and is retried by ``maintain()``. The states are drawn at ``State``.
 
     Args:
         prep: called with a view (or any arguments); returns a tree of tensors.
@@ -42,10 +42,15 @@ class GlueGraphCache:
         segmented: split recordings at eager breaks, if any are reached; else these run as plain calls.
         recorded: what is warmed up and recorded instead of the prep (its compiled form).
 
-    Example:
-        >>> cache = GlueGraphCache(prep, device="cpu")
-        >>> cache.capture({8: view8, 4: view4})     # the largest first
-        >>> metadata = cache.run(8, view8)          # glued if it could be recorded, else eager
+    Examples:
+        >>> import torch, graphglue as gg
+        >>> arena = gg.Arena([gg.Slot("lens", axis="request", dtype=torch.int64, pad=1)], [2, 4])
+        >>> cache = gg.GlueGraphCache(lambda view: {"last": view.lens - 1}, device="cpu")
+        >>> cache.capture({size: arena.view(size) for size in (4, 2)})  # the largest first
+        [4, 2]
+        >>> view = arena.fill(gg.Batch(3, {"lens": [5, 6, 7]}))
+        >>> cache.run(4, view)["last"].tolist()  # glued if it could be recorded, else eager
+        [4, 5, 6, 0]
     """
 
     def __init__(
@@ -66,8 +71,10 @@ class GlueGraphCache:
         self._recorder = recorder or open_device(device).recorder()
         self._warmups, self._segmented = max(1, warmups), segmented
         self._entries: dict[Hashable, Entry] = {}
-        self._derived: list[Derived] = []  # what first warm-ups computed from slots
+        self._derived: list[Derived] = []  # what warm-ups computed from slots
+        self.on_draw: Callable[[Any], None] | None = None  # told the generators that are passed to random operations
         self.num_quarantines = 0  # it only grows: a key that fails again counts again
+        self._failed: set[Hashable] = set()  # since the last capture began: one key may fail in each of its warm-ups
         self._closed = False
 
     @property
@@ -118,6 +125,7 @@ class GlueGraphCache:
         self._check_open()
         if taken := [key for key in views if self.state(key) is State.CAPTURED]:
             raise CaptureError(f"{self.name!r}: keys {taken} are recorded already; reset() first")
+        self.begin()
         with self._recorder.session():
             for key, view in views.items():
                 for _ in range(self._warmups):
@@ -171,6 +179,10 @@ class GlueGraphCache:
             return ({**entry.result, **live} if live else entry.result), None
         return whole, changed
 
+    def begin(self) -> None:
+        """Begin a capture: a key that fails from now on is counted again, and once."""
+        self._failed.clear()
+
     def warm(self, key: Hashable, *args: Any, live_args: tuple[Any, ...] | None = None, keep: bool = True) -> Any:
         """Run the prep for real; return the key's static result.
 
@@ -190,9 +202,10 @@ class GlueGraphCache:
         entry = self._entries.setdefault(key, Entry())
         entry.args = args if live_args is None else live_args
         try:
-            if entry.state is State.COLD and not self._is_compiled and (keep or self._recorder.device.type == "cpu"):
-                # On a GPU a forward is not watched: it may be compiled inside, which a mode would switch off.
-                with Derived(storages_of((*args, *entry.args))) as derived:
+            # On a GPU a forward is not watched: it may be compiled inside, which a mode would switch off.
+            watched = not self._is_compiled and (keep or self._recorder.device.type == "cpu")
+            if watched and entry.state is not State.CAPTURED:
+                with Derived(storages_of((*args, *entry.args)), self.on_draw) as derived:
                     fresh = self._warmed(entry, args)
                 self._derived.append(derived)
             else:
@@ -237,13 +250,19 @@ class GlueGraphCache:
             key: the key.
             args: what to record with; what the key warmed up with by default.
             strict: see ``Recorder.record``.
-            during, barrier, launch: see ``record_segments``.
+            during: as ``record_segments`` takes it.
+            barrier: as ``record_segments`` takes it.
+            launch: as ``record_segments`` takes it.
         """
         self._check_open()
         entry = self._entries[key]
         if entry.state is not State.WARM:
             return entry.state is State.CAPTURED
         begin, entry.args = time.perf_counter(), args or entry.args
+        # From before it is recorded, because a cache that each call replaces is gone afterwards. Held, because memory
+        # that is freed meanwhile may be given out anew.
+        self._derived = [noted for noted in self._derived if noted.kept()]
+        memoised = [tensor for noted in self._derived for tensor in noted.kept()]
         try:
             if entry.breaks:
                 recording: Recording = record_segments(
@@ -253,8 +272,7 @@ class GlueGraphCache:
             else:
                 recording = self._recorder.record(lambda: self._recorded(entry.args), strict=strict)
             changed = trees.difference(entry.result, recording.outputs) if entry.has_result else None
-            self._derived = [noted for noted in self._derived if noted.kept()]  # what was dropped is no memo
-            changed = changed or not_computed(recording, entry, self.contract, self._derived)
+            changed = changed or not_computed(recording, entry, self.contract, addresses(memoised))
             if changed:
                 recording.close()
                 raise CaptureError(f"{self.name!r} at {key}: recorded another result than it warmed up to: {changed}")
@@ -296,6 +314,7 @@ class GlueGraphCache:
         """
         self._check_open()
         keys = [key for key, entry in self._entries.items() if entry.state is State.QUARANTINED and entry.args]
+        self.begin()
         with self._recorder.session():
             for key in keys:
                 self.warm(key, *self._entries[key].args)
@@ -353,9 +372,14 @@ class GlueGraphCache:
             trees.check_rows(result, axes, view.bucket.requests, view.bucket.tokens, f"prep {self.name!r}")
 
     def _quarantine(self, key: Hashable, entry: Entry, error: Exception) -> None:
-        self.num_quarantines += 1
-        entry.state, entry.cause = State.QUARANTINED, f"{type(error).__name__}: {error}"
-        logger.warning("%s at %s goes eager until maintain() repairs it: %s", self.name, key, entry.cause)
+        self.num_quarantines += key not in self._failed
+        self._failed.add(key)
+        place = "" if isinstance(error, GraphGlueError) else f" (at {blame(error)})"
+        cause = f"{type(error).__name__}: {error}{place}"
+        told = entry.state is State.QUARANTINED and entry.cause == cause  # in the warm-up before
+        entry.state, entry.cause = State.QUARANTINED, cause
+        level = logging.DEBUG if told else logging.WARNING
+        logger.log(level, "%s at %s goes eager until maintain() repairs it: %s", self.name, key, cause)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -22,6 +22,7 @@ from graphglue.device.base import Launch, Reads
 from graphglue.errors import CaptureError, ContractError
 from graphglue.footprint import Footprints
 from graphglue.graphs.base import Recorder, Recording
+from graphglue.graphs.draws import Draws
 from graphglue.graphs.segments import SegmentedRecording
 from graphglue.lockstep import Lockstep
 from graphglue.ranks.started import Others
@@ -36,11 +37,12 @@ class CaptureHooks:
     """Let an engine stand around the capture.
 
     Args:
-        session: ``session()`` gives a context manager around the whole capture (custom all-reduce
-            registers its addresses when it ends). Nothing captured is launched before it has exited: eager breaks
-            of a forward then see what lies in memory while they are recorded, so give costly ones a ``stub``.
+        session: ``session()`` gives a context manager around the whole capture, warm-ups included (custom all-reduce
+            registers its addresses when it ends; an engine saves there what its forward's warm-ups write, and restores
+            it). Nothing captured is launched before it has exited: eager breaks of a forward then see what lies in
+            memory while they are recorded, so give costly ones a ``stub``.
         key: ``key(key)`` gives a context manager around the recording of each key.
-        pool: the engine's own memory pool.
+        pool: the engine's own memory pool. Once its last graph is gone torch takes it no more, and a new one is used.
         stream: the engine's own capture stream.
         barrier: called before each eager break runs while a forward is recorded in segments, so that ranks meet.
     """
@@ -99,6 +101,9 @@ class Capture:
         self.lockstep, self.others = Lockstep(forward, hooks.barrier), Others()
         self._broken: ContractError | None = None
         self.footprints = Footprints(arena.device)
+        self.draws = Draws(lambda: arena.device.random_offset(), arena.device.generators())
+        for cache in self._caches():
+            cache.on_draw = self.draws.see
 
     def run(self, keys: Sequence[Key], progress: bool | None = None, contain: bool = False) -> list[Key]:
         """Capture keys in the order given; return those with a recorded prep or forward.
@@ -119,6 +124,8 @@ class Capture:
         logger.info("capture of %d keys begins", len(keys))
         begin = time.perf_counter()
         self.drop_launches(keys)
+        for cache in self._caches():
+            cache.begin()
         with ExitStack() as session, self._bar(2 * len(keys), progress) as bar:
             self._begin(session)
             for key in keys:
@@ -145,6 +152,7 @@ class Capture:
         try:
             session.enter_context(self._hooks.session() if self._hooks.session else nullcontext())
             session.enter_context(self._recorder.session())
+            session.enter_context(self.draws.kept())
         except Exception as error:
             refusal = error
         together = self.together(refusal is None)
@@ -165,8 +173,10 @@ class Capture:
 
     def captured(self, key: Key) -> bool:
         """Tell whether anything of a key replays."""
-        caches = [unit.cache for unit in self._units] + ([self._forward] if self._forward else [])
-        return any(cache.state(key) is State.CAPTURED for cache in caches)
+        return any(cache.state(key) is State.CAPTURED for cache in self._caches())
+
+    def _caches(self) -> list[GlueGraphCache]:
+        return [unit.cache for unit in self._units] + ([self._forward] if self._forward else [])
 
     def missing(self, key: Key) -> bool:
         """Tell whether anything of a key that could be recorded is not.
@@ -210,9 +220,9 @@ class Capture:
     @contextmanager
     def _watch_random(self, key: Key, part: str) -> Iterator[None]:
         """Note that a part of a key draws random numbers: the generator moves when it runs for real."""
-        begin = self._arena.device.random_offset()
+        begin = self.draws.position()
         yield
-        if self._arena.device.random_offset() != begin:
+        if self.draws.position() != begin:
             self._random.setdefault(key, part)
 
     def _warm_forward(self, forward: GlueGraphCache, key: Key) -> None:
@@ -247,9 +257,13 @@ class Capture:
         except ContractError:
             raise
         except Exception as error:
-            self.drop_launches([key])
-            for cache in [*(unit.cache for unit in self._units), *([self._forward] if self._forward else [])]:
-                cache.quarantine(key, f"the key hook raised {type(error).__name__}: {error}")
+            self._give_up(key, "the key hook", error)
+
+    def _give_up(self, key: Key, who: str, error: Exception) -> None:
+        """Quarantine all of a key."""
+        self.drop_launches([key])
+        for cache in self._caches():
+            cache.quarantine(key, f"{who} raised {type(error).__name__}: {error}")
 
     def _record(self, key: Key) -> None:
         self._arena.fill_capture(key.bucket)
@@ -264,7 +278,12 @@ class Capture:
                 during=lambda: showing_of(view).on(self._live(key)), barrier=self.lockstep.barrier,
                 launch=self._hooks.session is None,
             )  # fmt: skip
-        self.compose(key)
+        try:
+            self.compose(key)
+        except ContractError:
+            raise
+        except Exception as error:
+            self._give_up(key, "joining what was recorded in one launch", error)
 
     def adopt(self, key: Key, random: bool) -> None:
         """Compose a key with the forward that the engine captured for it."""

@@ -197,6 +197,31 @@ def diff(first: Path, second: Path) -> None:
 
 
 @app.command()
+def rerun(
+    file: Annotated[Path, typer.Argument(help="What runner.flight_record().write(FILE) wrote.")],
+    factory: Annotated[
+        str | None, typer.Option(metavar="MODULE:FACTORY", help="Returns a Runner like the recorded one, on the CPU.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(min=1, help="Its number; the last whose sources were kept.")] = None,
+) -> None:
+    """Repeat a step of a flight record on the CPU tape, glued and eagerly; without a factory, list its steps.
+
+    Exits with 1 if the runs differ or give other integers than were recorded, with 2 if it can not be repeated.
+    """
+    from graphglue.flight import FlightRecord
+    from graphglue.rerun import repeat
+
+    with _refusing("rerun"):
+        if factory is None:
+            for one in FlightRecord.read(file).steps:
+                typer.echo(one.spelled() + ("" if one.batch is None else "; can be repeated with --factory"))
+            return
+        found = repeat(file, factory, step)
+    typer.echo(found.spelled())
+    raise typer.Exit(0 if found else 1)
+
+
+@app.command()
 def doctor() -> None:
     """Say what works on this machine, what falls back to what, and what to install. Always exits with 0."""
     from graphglue.doctor import examine

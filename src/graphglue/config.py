@@ -24,6 +24,7 @@ _FROM_ENVIRONMENT = (
     "events",
     "flight_recorder",
     "nvtx",
+    "record_sources",
     "staging",
     "warmups",
 )
@@ -32,7 +33,7 @@ _FROM_ENVIRONMENT = (
 class Shadow(BaseModel):
     """Configure the shadow check: sampled glued steps are held against an eager twin, bit for bit. Frozen.
 
-    Args:
+    Attributes:
         first: sample the first glued steps of each key.
         every: sample every so many glued steps of the runner; 0 for none but the first ones.
         on_mismatch: "quarantine" runs the prep eagerly at that key until ``maintain()``; "raise" does so as well, and
@@ -69,7 +70,7 @@ class RunnerConfig(BaseModel):
     A field of a plain kind that is not given is read from the environment, for example
     ``GRAPHGLUE_ENABLED=0`` or ``GRAPHGLUE_WASTE_LIMIT=2``.
 
-    Args:
+    Attributes:
         enabled: off sends every prep and forward to the eager route.
         padding: off runs a batch that is no bucket exactly at its own extents, eagerly.
         waste_limit: largest bucket tokens / real tokens; by default 2 in EXTEND, none elsewhere.
@@ -81,12 +82,14 @@ class RunnerConfig(BaseModel):
         events: record ``Step.sources_read()`` and ``Step.tables_read()``; about 4 us of device time a step.
         flight_recorder: keep the decisions, plans and counts of this many last steps, for ``Runner.flight_record`` and
             for the notes of an error that ends a step; 0 keeps none.
+        record_sources: also keep what those steps were handed, and digests of what they gave, so that
+            ``graphglue rerun`` can repeat one on the CPU. For hunting a fault: it waits for the device at every step.
         nvtx: mark fill, prep, replay, forward and agree as NVTX ranges, for a profiler.
         staging: let ``Runner.stage`` run the front of the next step beside other work. Preps are then recorded into a
             memory pool of their own, and each replay records one event behind its forward.
         max_requests: request rows where the ladder counts tokens (EXTEND).
         modes: the modes to capture; by default all that the contracts declare.
-        warmups: real runs of each key before it is recorded.
+        warmups: real runs of each key before it is recorded; a forward's run on live memory (``Runner.capture``).
         shadow: hold sampled glued steps against an eager twin while serving; None holds none.
         check_breaks: compare the padded rows of what eager breaks are given before and after each, and raise if one
             wrote past the real rows. For tests: it waits for the device.
@@ -107,6 +110,7 @@ class RunnerConfig(BaseModel):
     clone_outputs: bool = False
     events: bool = False
     flight_recorder: int = Field(default=0, ge=0)
+    record_sources: bool = False
     nvtx: bool = False
     staging: bool = False
     max_requests: int | None = Field(default=None, ge=1)
@@ -114,6 +118,12 @@ class RunnerConfig(BaseModel):
     warmups: int = Field(default=2, ge=1)
     shadow: Shadow | None = None
     check_breaks: bool = False
+
+    @model_validator(mode="after")
+    def _check_recorder(self) -> RunnerConfig:
+        if self.record_sources and not self.flight_recorder:
+            raise ValueError("record_sources needs a flight recorder; pass flight_recorder=256 too, the steps to keep")
+        return self
 
     @model_validator(mode="wrap")
     @classmethod

@@ -16,6 +16,8 @@ from graphglue.errors import GraphGlueError
 from graphglue.registry import Registry
 from graphglue.runner import Runner
 
+__all__ = ["Finding", "examine"]
+
 
 class Finding(NamedTuple):
     """What was asked, what came out, and where it does not work what happens instead and what helps."""

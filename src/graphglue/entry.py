@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +12,6 @@ from graphglue.core.contract import PrepContract
 from graphglue.core.routing import State
 from graphglue.core.slots import Axis
 from graphglue.graphs.base import Recording
-from graphglue.graphs.memory import Derived
 
 
 @dataclass(slots=True)
@@ -33,9 +31,7 @@ class Entry:
     breaks: tuple[str, ...] = ()  # the eager breaks that it reached while it warmed up
 
 
-def not_computed(
-    recording: Recording, entry: Entry, contract: PrepContract | None, derived: Iterable[Derived]
-) -> str | None:
+def not_computed(recording: Recording, entry: Entry, contract: PrepContract | None, memoised: set[int]) -> str | None:
     """Name a leaf that no recorded operation computes: replays would return what it held at capture.
 
     A persistent buffer or a constant that the prep returns as it is, is fine where it is not declared
@@ -46,15 +42,17 @@ def not_computed(
         recording: what was recorded.
         entry: the key's; persistent buffers among its leaves are noted there.
         contract: what the prep declares.
-        derived: what warm-ups computed from slots, and somebody keeps.
+        memoised: addresses of what warm-ups computed from slots, and somebody kept until it was recorded.
     """
     # An engine's own recorder may not look at what it records.
     computes: Any = getattr(recording, "computes", lambda leaf: None)
     reads: set[int] = getattr(recording, "reads", set())
-    memoised: set[int] = set().union(*(noted.kept() for noted in derived))
-    advice = "compute it anew in every call, or make it before the runner is captured"
+    advice = "compute it anew in every call, or make it before the runner is captured and write into it in place"
     if reads & memoised:
-        return f"what was recorded reads memory that a warm-up computed from slots, a memoised result; {advice}"
+        return (
+            "what was recorded reads memory that a warm-up computed from slots, "
+            f"a memoised result or a cache that each call replaces; {advice}"
+        )
     named = trees.named_leaves(recording.outputs)
     warmed = trees.flatten(entry.result)[0] if entry.has_result else [None] * len(named)
     for (name, leaf), before in zip(named, warmed):

@@ -18,6 +18,8 @@ except ImportError as error:  # the extra is not installed
         'graphglue.exporter needs prometheus-client, which is not installed: pip install "graphglue[prometheus]"'
     ) from error
 
+__all__ = ["HasStats", "RunnerCollector", "export"]
+
 Stats = Mapping[str, Any]
 Values = Iterable[tuple[tuple[str, ...], float]]  # label values, value
 
@@ -65,7 +67,17 @@ class RunnerCollector(Collector):
 
 
 def export(runners: Mapping[str, HasStats], registry: CollectorRegistry = REGISTRY) -> RunnerCollector:
-    """Register runners with a registry, by default the one that ``prometheus_client.start_http_server`` serves."""
+    """Register runners with a registry.
+
+    Args:
+        runners: name -> runner; the name becomes the label ``runner``.
+        registry: by default the one that ``prometheus_client.start_http_server`` serves.
+
+    Raises:
+        ValueError: the registry has these metrics already.
+
+    Sync: none; a scrape is as ``RunnerCollector`` says.
+    """
     collector = RunnerCollector(runners)
     registry.register(collector)
     return collector

@@ -65,9 +65,9 @@ class Insight:
                 "flight_record: this runner keeps no steps; build it with RunnerConfig(flight_recorder=256), the "
                 "number of steps to keep"
             )
-        return ledger.record(self._rank, self._num_ranks)
+        return ledger.record(self._rank, self._num_ranks, str(self._stepper.device.torch_device))
 
-    def raised(self, error: BaseException) -> None:
+    def raised(self, error: BaseException, batch: Any, forward: bool = True) -> None:
         """Tell an error that ends a step what the last steps were, where they are kept."""
         if isinstance(ledger := self._stepper.ledger, FlightLedger):
-            ledger.raised(error)
+            ledger.raised(error, batch, forward)

@@ -90,8 +90,8 @@ class Ledger:
                 continue
             self._told.add(reason)
             level = logging.INFO if reason in _EXPECTED else logging.WARNING
-            text = "the %s of a step ran eagerly: %s (real %s, bucket %s, key %s); further ones are only counted"
-            logger.log(level, text, what, reason.value, tuple(raw), tuple(decision.bucket), tuple(decision.key))
+            text = "the %s of a step ran eagerly: %s (%d requests and %d tokens, run as %s); others are only counted"
+            logger.log(level, text, what, reason.value, raw.requests, raw.tokens, decision.key)
 
 
 def _summed(counts: Iterable[tuple[Any, int]]) -> dict[Any, int]:

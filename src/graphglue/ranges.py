@@ -37,7 +37,7 @@ def mark_ranges(device: Device, stepper: Stepper, staging: Staging | None, agree
     for owner, method, name in parts:
         if owner is not None:
             setattr(owner, method, _inside(device, name, getattr(owner, method)))
-    lane_of = stepper.lane_of
+    lane_of = stepper.decider.lane_of
 
     def marked_lane_of(*args: Any) -> Lane:
         lane = lane_of(*args)
@@ -45,7 +45,7 @@ def mark_ranges(device: Device, stepper: Stepper, staging: Staging | None, agree
             lane.whole = _inside(device, "replay", lane.whole)
         return lane
 
-    setattr(stepper, "lane_of", marked_lane_of)  # noqa: B010 - a method, for type checkers
+    setattr(stepper.decider, "lane_of", marked_lane_of)  # noqa: B010 - a method, for type checkers
 
 
 def _inside(device: Device, name: str, run: Callable[..., Any]) -> Callable[..., Any]:

@@ -50,7 +50,7 @@ class Recheck:
         join: Callable[[list[Any]], Any],
     ) -> None:
         self._arena, self._units, self._tables, self._views = arena, list(units), tables, views
-        self._capture, self._stepper, self._join = capture, stepper, join
+        self._capture, self._stepper, self._decider, self._join = capture, stepper, stepper.decider, join
         self._effects = sorted({name for unit in units for name in unit.declared.effects})
 
     def holds(self, key: Key) -> bool:
@@ -117,7 +117,7 @@ class Recheck:
     def _lane(self, key: Key) -> Lane:
         ragged = key.row_tokens == 0 and not self._arena.space.counts_tokens
         facts = StepFacts(key.bucket, key.bucket, key.mode, ragged=ragged)
-        return self._stepper.lane_of(key.bucket, facts, self._stepper.route(facts, key))
+        return self._decider.lane_of(key.bucket, facts, self._decider.route(facts, key))
 
     def _replay(self, lane: Lane) -> None:
         """Run a key as a step does: through its launch, if it has one."""

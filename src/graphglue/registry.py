@@ -67,6 +67,11 @@ class Registry:
     ) -> Callable[[PrepT], PrepT]:
         """Register the decorated prep and return it unchanged.
 
+        Args:
+            contract: what the prep declares; it is found by ``contract.name``.
+            plan: ``plan(batch, bucket) -> {slot: values}``, run on the host at every replay; what it gives are sources.
+            publish: ``publish(metadata)``, run on every replay, to install what the backend's own objects point at.
+
         Raises:
             ContractError: a contract without a name, a name that is taken, or something not callable.
         """
@@ -122,7 +127,8 @@ class Registry:
             installed = sorted({point.name for point in metadata.entry_points(group=ENTRY_POINT_GROUP)})
             raise ContractError(
                 f"prep {name!r} is unknown; registered are {sorted(self._registrations)}, "
-                f"installed plug-ins are {installed}: register it, or correct the name"
+                f"installed plug-ins are {installed}: register it, or correct the name. The preps that ship are in the "
+                "registry that a runner has without registry=, or come with graphglue.preps.register_shipped(registry)"
             )
         point = found[0]
         before = dict(self._registrations)

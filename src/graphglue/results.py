@@ -42,7 +42,9 @@ def storages_of(args: tuple[Any, ...]) -> set[int]:
 def _tensors_of(arg: Any) -> list[torch.Tensor]:
     if isinstance(arg, View):
         return [*(arg[name] for name in arg), *(arg.tables[name] for name in arg.tables)]
-    leaves = trees.flatten(vars(arg) if hasattr(arg, "__dict__") else arg)[0]
+    if not isinstance(arg, torch.Tensor) and hasattr(arg, "__dict__"):
+        arg = vars(arg)
+    leaves = trees.flatten(arg)[0]
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 

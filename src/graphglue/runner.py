@@ -114,6 +114,7 @@ class Runner(Lifetime):
             self.arena, self._units, self._forward, forward, self._views, self._capture,
             self._output_axes, self.config, self._join, self._reads,
         )  # fmt: skip
+        self._decider = self._stepper.decider
         self._staging, self._run = way_to_run(
             self.config, self.arena, self._units, self._tables.tensors, self._capture, self._stepper
         )
@@ -157,7 +158,13 @@ class Runner(Lifetime):
     def capture(self, buckets: Iterable[int | Bucket] | None = None, progress: bool | None = None) -> None:
         """Capture every key of the ladder, or of some of its sizes, the largest first.
 
-        A key that fails is quarantined: it runs eagerly until ``maintain()`` repairs it.
+        A key that fails is quarantined: it runs eagerly until ``maintain()`` repairs it. Random generators that preps
+        and forward draw from (the default ones, and those that they pass) stand afterwards where they stood before,
+        as after ``maintain`` and ``resume``: a seeded service draws the same numbers, captured or not.
+        Each key first runs for real, ``RunnerConfig.warmups`` times, on the slots' capture values. A forward's warm-ups
+        run on live engine memory: what it writes (KV caches, states, counters) is written. Let capture values point at
+        a sink, or save that memory and restore it in ``CaptureHooks(session=)``, which stands around all of it. Preps
+        with ``effects`` warm up on clones of the tables that they change.
 
         Args:
             buckets: sizes of the ladder, or buckets; all by default.
@@ -196,14 +203,14 @@ class Runner(Lifetime):
         try:
             if self._agreement is None:
                 self._check_step(plan)
-                lane = self._stepper.lane(batch)  # describe, admit, route
+                lane = self._decider.lane(batch)  # describe, admit, route
                 writes = self._stepper.load(lane, batch)  # bind: the last check, nothing is written before
             else:
                 lane, writes = self._agreement.enter(batch, plan)  # the same, and agree before route
             metadata, outputs, decision, _ = self._run(lane, writes, batch)  # launch, check, note; or take the staged
             return Step(outputs, metadata, decision, lane.raw, self._reads)
         except Exception as error:
-            self._insight.raised(error)
+            self._insight.raised(error, batch)
             raise
         finally:
             self._turn.end()
@@ -215,7 +222,7 @@ class Runner(Lifetime):
         """
         self._check_open()
         self._turn.check_awake()
-        return self._stepper.decide(batch)[2]
+        return self._decider.decide(batch)[2]
 
     def facts(self, batch: Batch) -> RankFacts:
         """State a step for the other ranks, for an engine that exchanges facts itself and calls ``replay(plan=)``.
@@ -228,7 +235,7 @@ class Runner(Lifetime):
             return self._agreement.facts(batch)
 
     def prepare(self, batch: Batch, plan: RankPlan | None = None) -> Prepared:
-        """Fill the slots and run the preps of one step, for an engine that owns its forward.
+        """Fill the slots and run the preps of one step, for an engine that owns its forward; else as ``replay``.
 
         Raises:
             BindError, StaleTableError, DivergenceError: as ``replay``.
@@ -240,14 +247,14 @@ class Runner(Lifetime):
             try:
                 if self._agreement is None:
                     self._check_step(plan)
-                    lane = self._stepper.lane(batch)
+                    lane = self._decider.lane(batch)
                     writes = self._stepper.load(lane, batch, forward_needed=False)
                 else:
                     lane, writes = self._agreement.enter(batch, plan, forward=False)
                 metadata, _, decision, view = self._run(lane, writes, batch, forward=False)
                 return Prepared(view, metadata, decision, lane.raw)
             except Exception as error:
-                self._insight.raised(error)
+                self._insight.raised(error, batch, forward=False)
                 raise
 
     def stage(self, batch: Batch, after: Any = None) -> bool:
@@ -263,12 +270,13 @@ class Runner(Lifetime):
                 that is queued on the caller's current stream is waited for.
 
         Returns:
-            Whether it was staged. Not so where a prep is not glued (IDLE, eager, exact extents) or draws random
-            numbers, where an adopted forward does, and where changes can not be seen (``Fill.loaded``).
+            Whether it was staged. Not so where a prep is not glued (IDLE, eager, exact extents), has no contract or
+            draws random numbers, where an adopted forward does, and where changes can not be seen: of a slot's own
+            view, of a source that is converted, or that was made in inference mode.
 
         Raises:
             BindError, CapacityError, StaleTableError, DivergenceError: as ``prepare``.
-            ConfigError: the config does not ask for staging; ranks, preps with effects and ``recorder`` exclude it.
+            ConfigError: no staging in the config, which ranks, effects and ``recorder`` exclude; no recorded ``after``.
             GraphGlueError: the last staged step was neither replayed nor rejected.
 
         Streams: runs on a stream of the runner's own, behind the runner's last forward; behind all that is queued
@@ -313,16 +321,19 @@ class Runner(Lifetime):
             self._upkeep.adopt(self.space.key(self.space.modes[0], bucket, variant), recording, random)
 
     def view(self, bucket: int | Bucket) -> View:
-        """Show all slots and tables at a bucket, or at a size of the ladder."""
+        """Show all slots and tables at a bucket, or at a size of the ladder, as ``Arena.view`` does. Sync: none."""
         self._check_open()
         bucket = self.arena.bucket_of(bucket)
         return View(self.arena.targets(bucket), self._tables.tensors, bucket, self.space.modes[0], None, "runner.view")
 
     def rebind_table(self, name: str, table: TableSource) -> None:
-        """Replace a table, and drop every key for ``maintain()`` (asleep: for ``resume()``). Sync: the device.
+        """Replace a table by a tensor or a callable, and drop every key for ``maintain()`` (asleep: for ``resume()``).
 
         Raises:
             ConfigError: an unknown name, or a table that is on another device.
+            ContractError: a pad that is no row of the new table.
+
+        Sync: the device.
         """
         with self._turn.even_asleep():
             self._check_open()
@@ -338,7 +349,7 @@ class Runner(Lifetime):
     def maintain(self) -> list[Key]:
         """Retry quarantined keys and capture missing ones; return those that are whole now.
 
-        Never called by a replay. Sync: the device.
+        Never called by a replay; warm-ups run as in ``capture``. With ranks all of them call it. Sync: the device.
         """
         with self._turn:
             if self._agreement is not None:

@@ -90,7 +90,8 @@ class Sleep:
         moved = self._take_in(found)
         if contents_lost:
             self._restore()
-        anew = self._make_right(wanted, recapture or bool(moved))
+        with self._capture.draws.kept():
+            anew = self._make_right(wanted, recapture or bool(moved))
         self._pad_slots()
         self._arena.device.synchronize()
         logger.info("resumed: %d of %d keys recorded anew; tables that moved: %s", len(anew), len(wanted), moved)

@@ -28,7 +28,9 @@ from graphglue.core.view import View
 from graphglue.device.arena import Arena
 from graphglue.device.base import Loaded
 from graphglue.errors import ConfigError, GraphGlueError
+from graphglue.flight.sources import kept_sources
 from graphglue.lanes import Lane
+from graphglue.results import owned
 from graphglue.stepping import Stepper
 from graphglue.units import Unit
 
@@ -42,6 +44,7 @@ class NotStaged(str, enum.Enum):
     """Why a step that ``stage`` was asked for is left to its replay, besides the reasons of the router."""
 
     CAPTURING = "capturing"  # the caller's stream is being captured
+    UNDECLARED = "undeclared"  # a prep without a contract may read what nobody watches
     DRAWS_RANDOM = "draws_random"  # a prep would draw its numbers twice where the step is not taken
     USED_UP = "used_up"  # an adopted forward that draws random numbers is launched behind its own fill only
     UNSEEN = "unseen"  # a change of a source or table could not be seen: see ``Fill.loaded``
@@ -87,8 +90,8 @@ class Staging:
         stepper: Stepper,
     ) -> None:
         self._device, self._units, self._tables = arena.device, list(units), tables
-        self._capture, self._stepper = capture, stepper
-        self._watched = [name for name in tables if any(_reads(unit, name) for unit in units)]
+        self._capture, self._stepper, self._decider = capture, stepper, stepper.decider
+        self._watched = [name for name in tables if any(name in unit.declared.tables for unit in units)]
         self._behind, self._is_behind = self._device.read_event(), False  # the last forward, if it ran here
         self._staged: Staged | None = None
         self._num_staged = self._num_taken = 0
@@ -102,9 +105,8 @@ class Staging:
         """
         if self._staged is not None:
             raise _occupied(self._staged.lane)
-        if after is not None and not all(callable(getattr(after, name, None)) for name in _EVENT_METHODS):
-            raise ConfigError(f"stage: after is a {type(after).__name__}; expected an event, such as torch.cuda.Event")
-        lane = self._stepper.lane(batch)
+        _check_event(after)
+        lane = self._decider.lane(batch)
         self._stepper.load(lane, batch, forward_needed=False)
         loaded = None if lane.fill is None else lane.fill.loaded()
         versions = self._table_versions()
@@ -112,7 +114,7 @@ class Staging:
         if why_not is not None or loaded is None or versions is None:
             self._leave(lane, why_not or NotStaged.UNSEEN)
             return False
-        decision = self._stepper.route(replace(lane.facts, staged=True), lane.decision.key)
+        decision = self._decider.route(replace(lane.facts, staged=True), lane.decision.key)
         self._run_front(lane, loaded, after)
         self._staged = Staged(lane, decision, loaded, versions)
         self._num_staged += 1
@@ -128,6 +130,8 @@ class Staging:
             results = self._stepper.run(lane, writes, batch, forward)
         else:
             results = self._stepper.run_ahead(lane, batch, ahead)
+        if forward and results[2].forward is Route.EAGER:
+            results = _outlasting(*results)
         if forward and self._stepper.forwards.runs(results[2].forward):
             self._device.record_event(self._behind)
             self._is_behind = True
@@ -157,6 +161,8 @@ class Staging:
         key = lane.decision.key
         if lane.fill is None or lane.decision.prep is not Route.GLUE:  # the weakest prep names the decision
             return lane.decision.reason.value
+        if any(unit.registration.contract is None for unit in self._units):
+            return NotStaged.UNDECLARED
         if self._capture.drawing_part(key) == "prep":
             return NotStaged.DRAWS_RANDOM
         if key in self._capture.used_up:
@@ -217,7 +223,7 @@ def way_to_run(
 ) -> tuple[Staging | None, Run]:
     """Give what stages a runner's steps, if its config asks for that, and what runs those that were loaded."""
     staging = Staging(arena, units, tables, capture, stepper) if config.staging else None
-    run: Run = stepper.run if staging is None else staging.run
+    run: Run = kept_sources(stepper.run if staging is None else staging.run, stepper.ledger)
     changed = sorted({name for unit in units for name in unit.declared.effects})
     return staging, _counting_writes(run, tables, changed) if changed else run
 
@@ -244,13 +250,26 @@ def not_asked_for() -> ConfigError:
     )
 
 
+def _check_event(after: Any) -> None:
+    if after is None:
+        return
+    if isinstance(after, type) or not all(callable(getattr(after, name, None)) for name in _EVENT_METHODS):
+        seen = f"the class {after.__name__}" if isinstance(after, type) else f"a {type(after).__name__}"
+        raise ConfigError(f"stage: after is {seen}; expected an event, such as torch.cuda.Event()")
+    if getattr(after, "cuda_event", None) == 0:  # CUDA takes such an event for one that has happened
+        raise ConfigError(
+            "stage: after was never recorded, so nothing would be waited for; record it behind what makes the sources "
+            "and tables ready, or leave it out"
+        )
+
+
+def _outlasting(metadata: Any, outputs: Any, decision: Decision, view: View) -> Results:
+    """Copy what an eager forward returned of the slots and the metadata: a staged step writes both beside them."""
+    return metadata, owned(outputs, (dict(view), metadata)), decision, view
+
+
 def _occupied(lane: Lane) -> GraphGlueError:
     return GraphGlueError(
         f"stage: a step of {tuple(lane.raw)} is staged at {tuple(lane.decision.bucket)} and was not replayed, and two "
         "steps can not share one set of slots: replay it first; the replay of any other batch rejects it"
     )
-
-
-def _reads(unit: Unit, table: str) -> bool:
-    contract = unit.registration.contract
-    return contract is None or table in contract.tables

@@ -25,6 +25,7 @@ class Step:
         metadata: what the prep returned, at the bucket's extent; by prep name where several run.
         decision: where the step went, and why.
         raw: the real extents.
+        reads: the events behind ``sources_read`` and ``tables_read``; None where none are recorded.
     """
 
     outputs: Any
@@ -36,7 +37,7 @@ class Step:
     def sources_read(self) -> Any:
         """Give the event behind the fill: from then on this step's device sources may be overwritten.
 
-        A ``torch.cuda.Event`` (wait, query, synchronize), recorded anew by the next replay.
+        A ``torch.cuda.Event`` (wait, query, synchronize), recorded anew by the next replay. Sync: none.
 
         Raises:
             ConfigError: the runner was not asked for events.
@@ -44,7 +45,7 @@ class Step:
         return self._checked_reads().sources
 
     def tables_read(self) -> Any:
-        """Give the event behind the last reader of a table: from then on tables may be overwritten.
+        """Give the event behind the last reader of a table: from then on tables may be overwritten. Sync: none.
 
         Raises:
             ConfigError: the runner was not asked for events.
@@ -142,7 +143,7 @@ def _axis_of(name: str, leaf: Any, axes: Mapping[str, str] | str | None, bucket:
     rows = trees.ROWS[axis](bucket.requests, bucket.tokens)
     if leaf.dim() == 0 or leaf.shape[0] != rows:
         raise ContractError(
-            f"the forward's output {name!r} has shape {tuple(leaf.shape)}, but output_axes "
+            f"the forward's output {f'{name!r} ' if name else ''}has shape {tuple(leaf.shape)}, but output_axes "
             f"{'(by default) ' if axes is None else ''}says dim 0 is {axis}, {rows} rows at {bucket}; "
             "pass output_axes to the Runner: leaf -> token, request, fixed or bucket"
         )

@@ -1,4 +1,4 @@
-"""The parts of a step that ``Runner.replay`` names: decide, load, run."""
+"""What ``Runner.replay`` does with a lane: load, and run."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ from graphglue.cache import GlueGraphCache
 from graphglue.capture import Capture
 from graphglue.config import RunnerConfig
 from graphglue.core import trees
-from graphglue.core.batch import Batch, Mode, extents_of
+from graphglue.core.batch import Batch
 from graphglue.core.binding import Write
-from graphglue.core.buckets import Bucket
-from graphglue.core.keys import Key
-from graphglue.core.routing import Decision, Reason, Route, StepFacts, route
+from graphglue.core.routing import Decision, Reason, Route
 from graphglue.core.view import View
+from graphglue.deciding import Decider
 from graphglue.device.arena import Arena, over_capacity
 from graphglue.device.base import Reads
 from graphglue.errors import ContractError
-from graphglue.flight.ring import open_ledger
+from graphglue.flight.sources import open_ledger
 from graphglue.forwards import Forwards
-from graphglue.lanes import Lane, Lanes, whole_run
-from graphglue.step import Outputs
+from graphglue.lanes import Lane
 from graphglue.units import Unit, Views, planned
 
 if TYPE_CHECKING:
@@ -55,18 +53,19 @@ class Stepper:
         self._arena, self._units = arena, list(units)
         self.forwards = Forwards(forward, run_forward, views, capture, output_axes)
         self.forwards.check = config.check_breaks
-        self._views, self._capture, self._output_axes, self._config = views, capture, output_axes, config
+        self._views, self._capture, self._config = views, capture, config
         self._join = join
         self._plans = [unit for unit in units if unit.registration.plan is not None]
         self._publishers = [unit for unit in units if unit.registration.publish is not None]
         self._reads = reads
         self._tables_until_forward = reads is not None and reads.tables_until_forward
-        self._lanes = Lanes()
-        self.ledger = open_ledger(config)
-        self.bound = False
+        self.ledger, self.device = open_ledger(config), arena.device
         self.stand_in: Callable[[], None] | None = None  # joins the other ranks' eager step without rows
         self._late: Exception | None = None  # raised when the step has ended
         self.shadow = self._open_shadow(config)
+        self.decider = Decider(
+            arena, units, self.forwards, views, capture, output_axes, config, self.ledger, self.shadow, reads
+        )
         self._planned_last: Mapping[str, Any] = {}
 
     @property
@@ -85,12 +84,12 @@ class Stepper:
         Args:
             stand_in: joins the other ranks' eager step without rows.
         """
-        self.bound = self.forwards.keep_going = True
+        self.decider.bound = self.forwards.keep_going = True
         self.stand_in = stand_in
 
     def forget(self, anew: bool = False) -> None:
         """Forget all decisions: the state of a key changed; ``anew`` where every key was dropped."""
-        self._lanes.clear()
+        self.decider.forget()
         if anew and self.shadow is not None:
             self.shadow.forget()
 
@@ -98,61 +97,6 @@ class Stepper:
         """Act on the shadow check's verdicts: those that are there, or all of them. Sync: none, unless it waits."""
         if self.shadow is not None and self.shadow.settle(wait):
             self.forget()
-
-    def lane(self, batch: Batch) -> Lane:
-        """Describe a batch and decide where it goes. Writes nothing. Sync: none.
-
-        Raises:
-            BindError: counts that contradict each other.
-        """
-        if type(batch) is not Batch:
-            return self._new_lane(batch)  # refuses it
-        # Equal values of another type (13.0, "decode") are not checked by a lookup, so they are not looked up.
-        plain = (
-            type(batch.num_requests) is int
-            and type(batch.mode) is Mode
-            and (batch.num_tokens is None or type(batch.num_tokens) is int)
-            and type(batch.features) is frozenset
-            and batch.row_tokens is None
-            and (batch.num_requests > 0 or (isinstance(batch.sources, Mapping) and not batch.sources))
-        )
-        counts = (batch.num_requests, batch.num_tokens, batch.mode, batch.variant, batch.features)
-        try:
-            lane = self._lanes.get(counts) if plain else None
-        except TypeError:  # a variant that can not be looked up; describing the batch says so
-            lane, plain = None, False
-        if lane is None:
-            lane = self._new_lane(batch)
-            if plain and lane.fill is not None:
-                self._lanes.keep(counts, lane)
-        return lane
-
-    def decide(self, batch: Batch) -> tuple[Bucket, StepFacts, Decision]:
-        """Decide where a batch goes: a pure function of its counts and its key's states."""
-        raw = extents_of(batch, self._arena.space.width)
-        space, config = self._arena.space, self._config
-        bucket = space.cover(raw)
-        facts = StepFacts(
-            raw=raw,
-            bucket=bucket,
-            mode=batch.mode,
-            features=frozenset(batch.features),
-            ragged=raw.row_tokens == 0 and raw.requests > 0 and not space.counts_tokens,
-            enabled=config.enabled,
-            padding=config.padding,
-            waste_limit=config.waste_limit_in(batch.mode),
-        )
-        exact = facts.exact or bucket is None
-        key = Key(batch.mode, *raw, None, batch.variant) if exact else space.key(batch.mode, bucket, batch.variant)  # type: ignore[arg-type]
-        return raw, facts, self.route(facts, key)
-
-    def route(self, facts: StepFacts, key: Key) -> Decision:
-        """Look a step up in the table, at its key's states."""
-        preps = {unit.name: unit.facts(key) for unit in self._units}
-        decision = route(facts, preps, key, None if self.forward is None else self.forward.state(key))
-        if decision.forward is Route.GRAPH and decision.prep is not Route.GLUE and key in self._capture.used_up:
-            decision = replace(decision, forward=Route.EAGER, forward_reason=Reason.NO_FORWARD_GRAPH)
-        return decision
 
     def load(self, lane: Lane, batch: Batch, forward_needed: bool = True) -> list[Write] | None:
         """Hold the sources against the slots, and take them in; host values are snapshotted now.
@@ -181,6 +125,15 @@ class Stepper:
         lane.fill.load(writes)
         if not self._plans and (learned := lane.fill.remember(writes, sources)) is not None:
             lane.known = [learned, *lane.known[: _MAX_KNOWN - 1]]
+        return None
+
+    def load_nothing(self, lane: Lane) -> list[Write] | None:
+        """Take in a step without rows, and ask no host planner; what a twin is made from is forgotten. As ``load``."""
+        self._planned_last = {}
+        writes = self._arena.bind({}, lane.raw, lane.decision.key.bucket, lane.rank_counts, lane.facts.beyond)
+        if lane.fill is None:
+            return writes
+        lane.fill.load(writes)
         return None
 
     def run(
@@ -243,7 +196,7 @@ class Stepper:
             decided = lane.decision if ahead is None else ahead
             metadata, given, decision = self._run_preps(decided, views, twin, ahead is not None)
         except Exception:
-            if forward and self.bound:
+            if forward and self.decider.bound:
                 self._keep_company(lane)
             raise
         self._record_read("tables", not self._tables_until_forward)
@@ -302,34 +255,6 @@ class Stepper:
             metadata, outputs = self._handed_out(metadata), self._handed_out(outputs)
         return metadata, outputs, lane.decision, lane.forward_view
 
-    def _new_lane(self, batch: Batch) -> Lane:
-        return self.lane_of(*self.decide(batch))
-
-    def lane_of(self, raw: Bucket, facts: StepFacts, decision: Decision) -> Lane:
-        """Build the lane of a decision."""
-        lane = Lane(raw, facts, decision, self.ledger.tally(decision, facts.exact))
-        if facts.exact:
-            return lane
-        key = decision.key
-        lane.fill = self._arena.fill_of(decision.bucket)
-        lane.views, lane.forward_view = self._views.of(key)
-        outputs = self.forward.result(key) if self.forward is not None else None
-        # The weakest prep names the decision, so all of them are glued.
-        composed = self._capture.launches.get(key) if decision.prep is Route.GLUE else None
-        if composed is not None and composed.has_forward is (decision.forward is Route.GRAPH):
-            lane.launch, lane.leads, outputs = composed.launch, composed.leads, composed.outputs
-            lane.metadata = trees.Packed(trees.map_tensors(torch.Tensor.detach, self._capture.metadata(key)))
-            lane.tally = self.ledger.tally(decision, False, composed.fallback)
-        if decision.forward is Route.GRAPH:
-            lane.outputs = trees.Packed(Outputs(outputs, self._output_axes, decision.bucket).real(raw))
-            self.forwards.show(lane, key, self._capture.metadata(key))
-        more = self._publishers or self._config.clone_outputs or (lane.segments and self._tables_until_forward)
-        if lane.launch is not None and lane.outputs is not None and not more:
-            lane.whole = whole_run(lane, self.ledger.note, self.forwards.join)
-        if self.shadow is not None:
-            self.shadow.watch(lane, self.bound)
-        return lane
-
     def _fill(self, lane: Lane, writes: list[Write] | None) -> tuple[list[View], View]:
         key = lane.decision.key
         if lane.fill is not None and lane.views is not None and lane.forward_view is not None:
@@ -363,7 +288,7 @@ class Stepper:
             changes.append(changed)
         readable = decision.forward_reason in (None, Reason.NO_FORWARD_GRAPH)
         if readable and any(changes):  # a graph, ours or the engine's, reads the static metadata, which is old now
-            if self.bound and decision:
+            if self.decider.bound and decision:
                 self._late = self._late or _changed_alone(next(filter(None, changes)))
             else:
                 decision = replace(decision, forward=Route.EAGER, forward_reason=Reason.METADATA_CHANGED)
@@ -373,7 +298,7 @@ class Stepper:
         try:
             unit.registration.publish(trees.rebuilt(result))  # type: ignore[misc]
         except Exception as error:
-            if not self.bound:
+            if not self.decider.bound:
                 raise
             self._late = self._late or error  # the other ranks wait in the forward
 

@@ -128,6 +128,7 @@ def planned(units: Iterable[Unit], decision: Decision, batch: Batch) -> Mapping[
             seen = type(made).__name__
             raise BindError(f"the plan of prep {unit.name!r} returned a {seen}; expected slot names with values")
         if twice := sorted(set(made) & set(sources)):
-            raise BindError(f"slots {twice} come from the batch and from the plan of prep {unit.name!r}; leave one out")
+            other = "from the batch" if set(twice) <= set(batch.sources) else "from the plan of another prep"
+            raise BindError(f"slots {twice} come {other} and from the plan of prep {unit.name!r}; leave one out")
         sources = {**sources, **made}
     return sources

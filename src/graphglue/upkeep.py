@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from graphglue.assembly import reached_generators
 from graphglue.cache import GlueGraphCache
 from graphglue.capture import Capture
 from graphglue.core.keys import Key
@@ -40,6 +41,9 @@ class Upkeep:
     ) -> None:
         self._arena, self._units, self._capture, self._stepper = arena, units, capture, stepper
         self._staging, self._output_axes = staging, output_axes
+        preps = [unit.registration.prep for unit in units]
+        for generator in reached_generators(arena.device, stepper.forwards.python, *preps):
+            capture.draws.see(generator)
 
     def record(self, keys: Iterable[Key], progress: bool | None, repair: bool = False) -> list[Key]:
         """Capture keys. A broken declaration fails all of a first capture, and only its key in a repair.

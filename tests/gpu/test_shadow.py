@@ -379,7 +379,7 @@ def test_nothing_is_sampled_or_read_while_the_caller_captures() -> None:
     pending, stepper = len(engine.runner._stepper.shadow.pending), engine.runner._stepper
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     x = torch.zeros(4, device="cuda")
-    lane = stepper.lane(Batch(5, as_tensors(draw(5))))
+    lane = stepper.decider.lane(Batch(5, as_tensors(draw(5))))
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         graph.capture_begin()

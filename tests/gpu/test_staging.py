@@ -13,7 +13,18 @@ import numpy as np
 import pytest
 import torch
 
-from graphglue import Batch, CaptureHooks, GraphGlueError, PrepContract, Reason, Route, RunnerConfig, Shadow, Slot
+from graphglue import (
+    Batch,
+    CaptureHooks,
+    ConfigError,
+    GraphGlueError,
+    PrepContract,
+    Reason,
+    Route,
+    RunnerConfig,
+    Shadow,
+    Slot,
+)
 from graphglue.device.kernel_fill import KernelFill
 from graphglue.stepping import AHEAD
 
@@ -311,6 +322,17 @@ def test_after_says_from_when_sources_of_another_stream_are_ready() -> None:
         ready = now()
     engine.runner.stage(Batch(3, sources), after=ready)
     check(engine, engine.runner.replay(Batch(3, sources)), draw(3, 6), True)
+
+
+def test_an_event_that_was_never_recorded_is_refused() -> None:
+    """CUDA takes it for one that has happened, so the front would read sources before they are ready."""
+    engine = engine_of()
+    with pytest.raises(ConfigError, match="after was never recorded"):
+        engine.runner.stage(batch(3), after=torch.cuda.Event())
+    assert counts(engine) == (0, 0, {})
+    event = torch.cuda.Event()
+    event.record()
+    assert engine.runner.stage(batch(3), after=event)
 
 
 @pytest.mark.parametrize("how", ["in place", "elsewhere"])

@@ -193,9 +193,12 @@ def test_failure_is_per_key_and_maintain_repairs_it(how: str, caplog: pytest.Log
     with caplog.at_level(logging.WARNING, "graphglue"):
         assert cache.capture(views(8, 4)) == [4]
     assert (cache.state(8), cache.state(4)) == (State.QUARANTINED, State.CAPTURED)
-    said = "item" if how == "item" else "RuntimeError: out of pages"
+    said = "item" if how == "item" else "RuntimeError: out of pages (at "
     assert said in (cache.cause(8) or "")
-    assert any("meta at 8" in record.getMessage() and said in record.getMessage() for record in caplog.records)
+    assert f"{__file__}:" in (cache.cause(8) or "")  # the line that did it
+    (line,) = [record.getMessage() for record in caplog.records]  # not again in the second warm-up
+    assert "meta at 8" in line
+    assert said in line
     LENS.mul_(2)
     assert plain(cache.run(4, view(4))) == plain(prep(view(4)))
     if how == "item":
@@ -525,3 +528,26 @@ def test_the_entry_tells_what_a_key_cost() -> None:
 
 def test_capture_of_nothing_is_nothing() -> None:
     assert GlueGraphCache(prep).capture({}) == []
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_cache_that_each_call_replaces_is_quarantined_and_one_written_in_place_is_not(in_place: bool) -> None:
+    """The kind: a library's cache grows by concatenation, and a recording reads the tensor of the last warm-up."""
+    kept = [torch.zeros(4)]
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        longer = torch.cat([kept[0], ids])[-4:]
+        if in_place:
+            kept[0].copy_(longer)
+        else:
+            kept[0] = longer
+        return longer.sum(0, keepdim=True)
+
+    cache, ids = GlueGraphCache(forward), torch.ones(2)
+    if in_place:
+        assert cache.capture({2: ids}) == [2]
+        seen = kept[0].sum()
+        assert cache.run(2, ids) == seen - kept[0][:2].sum() + 2
+    else:
+        with pytest.raises(CaptureError, match="a cache that each call replaces"):
+            cache.capture({2: ids})

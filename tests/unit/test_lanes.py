@@ -62,7 +62,7 @@ def batch(requests: int, **more: Any) -> Batch:
 
 
 def kept(runner: Runner) -> dict[Any, Lane]:
-    return runner._stepper._lanes._kept
+    return runner._stepper.decider._lanes._kept
 
 
 # Lanes by themselves.
@@ -104,7 +104,7 @@ def test_counts_that_can_not_be_looked_up_are_no_error() -> None:
 def test_a_step_of_known_counts_is_not_decided_again(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = captured()
     first = runner.replay(batch(3))
-    monkeypatch.setattr(runner._stepper, "decide", lambda *_: pytest.fail("decided again"))
+    monkeypatch.setattr(runner._stepper.decider, "decide", lambda *_: pytest.fail("decided again"))
     again = runner.replay(batch(3))
     assert (again.decision, again.outputs.tolist()) == (first.decision, [100, 102, 104])
     with pytest.raises(pytest.fail.Exception, match="decided again"):
@@ -122,6 +122,21 @@ def test_each_part_of_the_counts_makes_a_lane_of_its_own() -> None:
     assert [runner.replay(step).decision for step in steps] == decisions
     assert decisions[6].reason is Reason.FEATURE_NOT_AUDITED
     assert decisions[4].bucket == gg.Bucket(4, 8, 2)
+
+
+def test_steps_that_spread_as_many_tokens_otherwise_share_a_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = captured(contract={"ragged": True}, tokens_per_request=2)
+    first = runner.replay(batch(3, row_tokens=[1, 2, 2])).decision
+    number = len(kept(runner))
+    monkeypatch.setattr(runner._stepper.decider, "decide", lambda *_: pytest.fail("decided again"))
+    for row_tokens in ([2, 1, 2], (2, 2, 1), np.array([1, 3, 1]), [1, 2, 2]):
+        again = runner.replay(batch(3, row_tokens=row_tokens))
+        assert (again.decision, again.raw) == (first, gg.Bucket(3, 5, 0))
+        assert again.outputs.tolist() == [100, 102, 104]
+    assert len(kept(runner)) == number
+    for other in ({"row_tokens": [1, 1, 2]}, {"row_tokens": [2, 2, 2]}, {"row_tokens": [1, 2, 2], "mode": Mode.VERIFY}):
+        with pytest.raises(pytest.fail.Exception, match="decided again"):
+            runner.replay(batch(3, **other))
 
 
 @pytest.mark.parametrize("features", [{"lora"}, frozenset({"lora"}), ["lora"], ("lora",), {"lora": 1}], ids=repr)
@@ -160,6 +175,8 @@ def visited() -> Runner:
     runner = captured()
     for step in (batch(1), batch(3), batch(1, num_tokens=1), batch(3, num_tokens=3), Batch.idle(), batch(0)):
         runner.replay(step)
+    for row_tokens in ([1], [1, 1, 1], [1, 1, 2]):
+        runner.replay(batch(len(row_tokens), row_tokens=row_tokens))
     return runner
 
 
@@ -186,17 +203,20 @@ def test_integers_of_other_types_are_taken_as_on_a_new_runner(three: Any) -> Non
 @given(data=st.data())
 def test_a_looked_up_decision_is_the_one_that_would_be_made(data: st.DataObject) -> None:
     runner = SHARED.setdefault("runner", captured(config=RunnerConfig(waste_limit=3.0)))
+    requests = data.draw(st.integers(0, 9))
+    rows = st.lists(st.integers(1, 3), min_size=requests, max_size=requests)
     step = data.draw(
         st.builds(
             batch,
-            st.integers(0, 9),
+            st.just(requests),
+            row_tokens=st.none() | rows | st.just([2] * requests),
             mode=st.sampled_from([Mode.DECODE, Mode.VERIFY, Mode.DRAFT]),
             variant=st.sampled_from([None, "other", "third"]),
             features=st.sampled_from([frozenset(), frozenset({"lora"}), frozenset({"tbo"}), {"lora"}, ("tbo",)]),
         )
     )
-    found = runner._stepper.lane(step)
-    raw, facts, decision = runner._stepper.decide(step)
+    found = runner._stepper.decider.lane(step)
+    raw, facts, decision = runner._stepper.decider.decide(step)
     assert (found.raw, found.facts, found.decision) == (raw, facts, decision)
     assert runner.can_replay(step) == decision
 

@@ -89,7 +89,7 @@ def test_route_key_a_fallback_is_logged_once_with_what_was_seen(caplog: pytest.L
         note(ledger, over, Bucket(17, 17, 1))
     (line,) = messages(caplog)
     assert "over_ladder" in line
-    assert "(17, 17, 1)" in line
+    assert "(17 requests and 17 tokens, run as decode bucket of 17 requests and 17 tokens)" in line
     assert caplog.records[-1].levelno == logging.WARNING
 
 

@@ -40,7 +40,7 @@ class _Plain(BaseModel):
 class Finding(_Plain):
     """One piece of evidence.
 
-    Args:
+    Attributes:
         text: what was seen, and what to do about it.
         op: the operation.
         where: file:line of the prep.
@@ -73,7 +73,7 @@ class Check(_Plain):
 class Audited(_Plain):
     """What a prep was when it was audited.
 
-    Args:
+    Attributes:
         contract: hash of its declaration.
         source: hash of its code, and of its plan's.
         functions: the functions whose code that hash covers.
@@ -91,7 +91,16 @@ class Audited(_Plain):
     def of(
         cls, registration: Registration, slots: Mapping[str, Slot], tables: Mapping[str, torch.Tensor], space: KeySpace
     ) -> Audited:
-        """Describe a prep as it is now. Reads no device."""
+        """Describe a prep as it is now.
+
+        Args:
+            registration: the prep, its contract and its planner.
+            slots: the runner's slots, by name.
+            tables: the runner's tables, by name.
+            space: the runner's keys.
+
+        Sync: none.
+        """
         declared = registration.contract or GENERIC
         source = Source.of(registration.prep, registration.plan)
         return cls(
@@ -120,7 +129,7 @@ class Audited(_Plain):
 class Certificate(_Plain):
     """The record of an audit.
 
-    Args:
+    Attributes:
         checks: what each check says of each prep.
         preps: what each prep was, by name.
         versions: of torch, CUDA, the driver, graphglue and Python.
@@ -140,7 +149,15 @@ class Certificate(_Plain):
         return bool(self.checks) and all(check.verdict is not Verdict.FAIL for check in self.checks)
 
     def covers(self, name: str, now: Audited, device: Device) -> str | None:
-        """Say why this does not certify a prep as it is now, on a device; None if it does."""
+        """Say why this does not certify a prep as it is now, on a device; None if it does.
+
+        Args:
+            name: the prep's name.
+            now: what it is now.
+            device: where it is to be glued.
+
+        Sync: none.
+        """
         audited = self.preps.get(name)
         if audited is None:
             return f"prep {name!r} is not in the certificate, which has {sorted(self.preps)}"

@@ -76,7 +76,10 @@ def run_checks(
     """Run the checks of a level; see ``audit``.
 
     Args:
-        runner, level, batches, perturb: as ``audit`` takes them.
+        runner: as ``audit`` takes it.
+        level: as ``audit`` takes it.
+        batches: as ``audit`` takes them.
+        perturb: as ``audit`` takes it.
         poisoning: whether this process may lose its device to a prep that reads poison as an index; by default
             where that is the CPU.
     """

@@ -271,7 +271,8 @@ class Subject:
         if self.plan is None:
             return sources
         given = sources.row_tokens if isinstance(sources, Sources) and not raw.row_tokens else None
-        batch = Batch(raw.requests, sources, key.mode, raw.tokens, given or None, key.variant)
+        on_host = {name: values.cpu() for name, values in sources.items()}  # as an engine hands them to its planner
+        batch = Batch(raw.requests, on_host, key.mode, raw.tokens, given or None, key.variant)
         try:
             planned = self.plan(batch, bucket)
         except Exception as error:

@@ -216,7 +216,7 @@ class Trial:
             ]
             axis = self._step.subject.declared.outputs.get(name, Axis.FIXED)
             text = f"{self._step}, {way.name}: leaf {name!r} is not computed by a run, it is {owners or 'kept memory'}"
-            memoised = bool(memory.addresses(leaf) & self._look.derived.kept())
+            memoised = bool(memory.addresses(leaf) & memory.addresses(self._look.derived.kept()))
             if axis is not Axis.FIXED or memoised:
                 advice = "a result of an earlier run, or rows that follow no slot: compute it in every run"
                 self._evidence.fail(f"leaf {name}", f"{text}; {advice}", tensor=spell_tensor(leaf))

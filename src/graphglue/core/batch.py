@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,7 +113,7 @@ def _idle_extents(batch: Batch, tokens: int | None) -> Bucket:
 
 
 def _ragged_extents(mode: Mode, requests: int, given: int | None, row_tokens: Sequence[int]) -> Bucket:
-    if not hasattr(row_tokens, "__len__"):
+    if not hasattr(row_tokens, "__len__") or isinstance(row_tokens, (Mapping, Set)):  # a set has no order
         raise BindError(f"row_tokens={row_tokens!r}: expected the tokens of each request, in a list")
     rows = [_count(tokens, "row_tokens") for tokens in row_tokens]
     if len(rows) != requests or min(rows) < 1:
@@ -135,6 +135,11 @@ def _at_least(tokens: int, requests: int) -> int:
 
 
 def _count(number: Any, what: str) -> int:
+    if type(number) is int and number >= 0:
+        return number
+    place = getattr(number, "device", None)
+    if getattr(place, "type", "cpu") != "cpu":  # a tensor; numpy names its device, which is always the host's
+        raise BindError(f"{what} is on {place}, where reading it would make the host wait; hand in host numbers")
     try:
         if isinstance(number, bool):
             raise TypeError

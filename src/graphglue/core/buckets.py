@@ -37,6 +37,13 @@ class Ladder:
 
     Raises:
         ConfigError: empty, zero, negative or non-integer sizes.
+
+    Examples:
+        >>> ladder = Ladder([8, 1, 4, 2, 4])
+        >>> ladder, ladder.cover(3), ladder.cover(9)
+        (Ladder([1, 2, 4, 8]), 4, None)
+        >>> ladder.aligned(4)
+        Ladder([4, 8])
     """
 
     __slots__ = ("sizes",)

@@ -19,7 +19,7 @@ ROW_AXES = (Axis.TOKEN, Axis.REQUEST, Axis.OFFSET, Axis.FIXED)
 class PrepContract(BaseModel):
     """Declare what a prep reads, returns and may be glued for.
 
-    Args:
+    Attributes:
         name: the prep's name; unique within a registry.
         reads: slot -> the pad value, or a tuple of pad values, that the prep is right for.
         tables: persistent tensors it reads.
@@ -103,7 +103,9 @@ class PrepContract(BaseModel):
         except ValidationError as error:
             name = values.get("name", "") if isinstance(values, Mapping) else ""
             faults = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'contract'}: {e['msg']}" for e in error.errors())
-            raise ContractError(f"contract {name!r} is not usable: {faults}") from error
+            strange = any(e["type"] == "extra_forbidden" for e in error.errors())
+            known = f"; fields are {sorted(cls.model_fields)}" if strange else ""
+            raise ContractError(f"contract {name!r} is not usable: {faults}{known}") from error
 
     def __hash__(self) -> int:
         return hash(self.digest())

@@ -88,10 +88,7 @@ def without_axis(tree: Any, axes: Mapping[str, Axis | str]) -> list[str]:
 
 def spell_step(key: Key, raw: Bucket | None = None) -> str:
     """Name a key, and the real extents of a step at it."""
-    shape = f"{key.requests} requests and {key.tokens} tokens" + ("" if key.row_tokens else ", ragged")
-    variant = "" if key.variant is None else f", variant {key.variant!r}"
-    step = "" if raw is None else f", raw {raw.requests} and {raw.tokens}"
-    return f"{key.mode.value} bucket of {shape}{variant}{step}"
+    return f"{key}" if raw is None else f"{key}, raw {raw.requests} and {raw.tokens}"
 
 
 def spell_element(

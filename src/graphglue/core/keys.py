@@ -28,6 +28,13 @@ class Key(NamedTuple):
         """The extents of this key."""
         return Bucket(self.requests, self.tokens, self.row_tokens)
 
+    def __str__(self) -> str:
+        """Spell it for people, in messages and logs."""
+        shape = f"{self.requests} requests and {self.tokens} tokens" + ("" if self.row_tokens else ", ragged")
+        padding = "" if self.padding is None else f", {getattr(self.padding, 'value', self.padding)}"
+        variant = "" if self.variant is None else f", variant {self.variant!r}"
+        return f"{self.mode.value} bucket of {shape}{padding}{variant}"
+
 
 class KeySpace:
     """Hold the legal keys: capture enumerates it, routing looks up in it.

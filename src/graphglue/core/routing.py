@@ -61,14 +61,14 @@ class Reason(str, enum.Enum):
 class State(str, enum.Enum):
     """Where one key of a cache stands.
 
-    ::
-
-        COLD --warm--> WARM --record--> CAPTURED
-                        |                  |
-                        +--fails--+        +--diverges--+
-                                  v                     v
-                              QUARANTINED <-------------+
-        QUARANTINED --maintain--> CAPTURED        any --reset--> COLD
+    ```text
+    COLD --warm--> WARM --record--> CAPTURED
+                    |                  |
+                    +--fails--+        +--diverges--+
+                              v                     v
+                          QUARANTINED <-------------+
+    QUARANTINED --maintain--> CAPTURED        any --reset--> COLD
+    ```
     """
 
     COLD = "cold"
@@ -200,8 +200,14 @@ class PrepDecision(NamedTuple):
 class Decision:
     """Where one replay goes. Truthy when its forward replays as a graph.
 
-    ``bucket`` is the raw extents where the step runs at exactly those (rows 3 and 4).
-    ``forward_reason`` is None when the forward replays as a graph.
+    Attributes:
+        prep: where the prep goes: GLUE, EAGER or SKIP; of several preps the weakest.
+        forward: where the forward goes: GRAPH or EAGER.
+        bucket: the extents the step runs at; the raw ones where it runs at exactly those (rows 3 and 4).
+        key: the key whose graphs are replayed, or would be.
+        reason: why the prep goes there.
+        forward_reason: why the forward does not replay as a graph; None when it does.
+        preps: each prep's own route and reason, by name.
     """
 
     prep: Route

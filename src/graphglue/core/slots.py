@@ -14,10 +14,8 @@ import torch
 
 from graphglue.errors import ConfigError
 
-# The last ones are a mapping's own; they would hide slots from dict(view).
-RESERVED_NAMES = frozenset(
-    {"tables", "bucket", "mode", "variant", "meeting", "fresh", "keys", "values", "items", "get"}
-)
+MAPPING_NAMES = frozenset({"keys", "values", "items", "get"})  # they would hide tensors from dict(view)
+RESERVED_NAMES = MAPPING_NAMES | {"tables", "bucket", "mode", "variant", "meeting", "fresh"}
 _INTEGERS = frozenset(
     {torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64, torch.int64}
 )
@@ -153,7 +151,13 @@ class Slot:
         return self.inner[: self.row_dim] + (rows,) + self.inner[self.row_dim :]
 
     def rows(self, requests: int, tokens: int, num_ranks: int = 1) -> int:
-        """Give the number of rows for these counts; 1 for axis fixed, whose shape has no rows."""
+        """Give the number of rows for these counts; 1 for axis fixed, whose shape has no rows.
+
+        Args:
+            requests: requests, real or padded.
+            tokens: tokens, real or padded.
+            num_ranks: ranks of the group.
+        """
         match self.axis:
             case Axis.REQUEST:
                 return requests
@@ -166,7 +170,15 @@ class Slot:
         return 1
 
     def checked_number(self, number: Any, what: str) -> Number:
-        """Return ``number`` if this slot's dtype holds it, exactly for bools and integers."""
+        """Return ``number`` if this slot's dtype holds it, exactly for bools and integers.
+
+        Args:
+            number: a Python or numpy number.
+            what: what it is for, in the message.
+
+        Raises:
+            ConfigError: the dtype does not hold it.
+        """
         kind = kind_of(self.dtype)
         if kind == "float":
             return self._checked_float(number, what)

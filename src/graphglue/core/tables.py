@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from graphglue.core.likeness import Likeness
-from graphglue.core.slots import Slot
+from graphglue.core.slots import MAPPING_NAMES, Slot
 from graphglue.errors import ConfigError, ContractError, StaleTableError
 
 TableSource = torch.Tensor | Callable[[], torch.Tensor]
@@ -43,7 +43,7 @@ class Tables:
         device: where they must be.
 
     Raises:
-        ConfigError: something that is no tensor, or a tensor elsewhere.
+        ConfigError: something that is no tensor, a tensor elsewhere, or a reserved name.
     """
 
     def __init__(self, sources: Mapping[str, TableSource], device: torch.device) -> None:
@@ -57,6 +57,8 @@ class Tables:
         self._addresses: list[int] = []
         self._likeness = Likeness([])
         for name, source in sources.items():
+            if name in MAPPING_NAMES:
+                raise ConfigError(f"table name {name!r} is reserved on every view's tables; rename the table")
             self.bind(name, source)
 
     @property

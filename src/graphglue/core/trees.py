@@ -129,7 +129,10 @@ def check_rows(tree: Any, axes: Mapping[str, Axis], requests: int, tokens: int, 
     for name, axis in axes.items():
         leaf = leaves.get(name)
         if not isinstance(leaf, torch.Tensor):
-            raise ContractError(f"{owner} declares output {name!r}, but returned tensors {_tensor_names(leaves)}")
+            raise ContractError(
+                f"{owner} declares output {name!r}, but returned {_spell_names(leaves)}; return a dict with that key, "
+                "or correct contract.outputs"
+            )
         if axis is Axis.FIXED:
             continue
         rows = ROWS[axis.value](requests, tokens)
@@ -140,8 +143,9 @@ def check_rows(tree: Any, axes: Mapping[str, Axis], requests: int, tokens: int, 
             )
 
 
-def _tensor_names(leaves: Mapping[str, Any]) -> list[str]:
-    return sorted(name for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor))
+def _spell_names(leaves: Mapping[str, Any]) -> str:
+    names = sorted(name for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor))
+    return "one tensor without a name" if names == [""] else f"tensors {names}"
 
 
 def alike(one: Any, other: Any) -> bool:

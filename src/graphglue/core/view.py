@@ -45,8 +45,8 @@ class Fields(Mapping[str, torch.Tensor]):
 
     def _unknown(self, name: str) -> ContractError:
         return ContractError(
-            f"{self._reader} read {name!r}, which it did not declare; declared are {sorted(self._names)}: "
-            "add it to the contract"
+            f"{self._reader} read {name!r}, which it did not declare; declared are {sorted(self._names)}: correct the "
+            "name, or declare it (for a prep in its contract, for a forward among the runner's slots or tables)"
         )
 
 
@@ -55,6 +55,19 @@ class View(Fields):
 
     A prep's view has its declared reads and tables only; a forward's has all. There is no raw
     count here: one captured prep serves every raw count of its bucket.
+
+    Args:
+        slots: the slots, at the bucket's extents: [rows, ...] as ``Slot.shape`` gives them, at fixed addresses.
+        tables: the tables.
+        bucket: their extents.
+        mode: what the step computes.
+        variant: the batch's variant.
+        reader: who reads it, in messages.
+        meeting: how the rows of all ranks meet.
+        showing: what ``live`` shows.
+
+    Raises:
+        ContractError: on reading a name that is not there, or on binding another tensor to one.
 
     Attributes:
         bucket: the extents of every slot.
@@ -92,7 +105,7 @@ class View(Fields):
         return self._showing.get(self._reader) if name == "live" else super().__getattr__(name)
 
     def fresh(self) -> View:
-        """Build the same view with tensor objects of its own, which its reader may reshape in place."""
+        """Build the same view with tensor objects of its own, which its reader may reshape in place. Sync: none."""
         slots = {name: self[name].detach() for name in self}
         tables = {name: self.tables[name].detach() for name in self.tables}
         return View(slots, tables, self.bucket, self.mode, self.variant, self._reader, self.meeting, self._showing)

@@ -1,6 +1,6 @@
 """The flight recorder: the last steps of a runner, as decided and as agreed, to be read after a fault."""
 
 from graphglue.flight.parting import Parting, parting
-from graphglue.flight.record import FlightPlan, FlightRecord, FlightStep
+from graphglue.flight.record import FlightBatch, FlightPlan, FlightRecord, FlightSource, FlightStep
 
-__all__ = ["FlightPlan", "FlightRecord", "FlightStep", "Parting", "parting"]
+__all__ = ["FlightBatch", "FlightPlan", "FlightRecord", "FlightSource", "FlightStep", "Parting", "parting"]

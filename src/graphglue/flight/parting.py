@@ -19,7 +19,8 @@ class Parting:
     Attributes:
         number: its number.
         fields: what differs; none where only one of them has the step.
-        first, second: the step as each tells it; None where it has none.
+        first: the step as the first record tells it; None where it has none.
+        second: the step as the second one tells it.
     """
 
     number: int
@@ -44,6 +45,10 @@ def parting(first: FlightRecord, second: FlightRecord) -> Parting | None:
     """Find the first step at which two records part; None where they tell the same. Pure.
 
     Steps that ranks agreed on are compared in what ranks agree on; other runners' steps in every decision and count.
+
+    Args:
+        first: the record of one rank.
+        second: the record of another rank, dumped at about the same time.
 
     Raises:
         ConfigError: the records have no step in common.

@@ -26,6 +26,43 @@ class FlightPlan(_Plain):
     digest: int
 
 
+class FlightSource(_Plain):
+    """What a batch handed in for one slot, bit for bit.
+
+    Attributes:
+        kind: a tensor or an array; a value (a number or a list); or unkept, something else.
+        dtype: of a tensor or an array.
+        shape: of a tensor or an array.
+        bits: the bytes of a tensor or an array, in base 64.
+        value: the value, as JSON; for one that is not kept, what it was.
+    """
+
+    kind: Literal["tensor", "array", "value", "unkept"]
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    bits: str | None = None
+    value: str | None = None
+
+
+class FlightBatch(_Plain):
+    """A batch as it was handed in.
+
+    Attributes:
+        variant: the ``repr`` of the variant.
+        prepared: by ``prepare``, so without the forward.
+        sources: by slot.
+    """
+
+    requests: int
+    tokens: int | None
+    row_tokens: tuple[int, ...] | None
+    mode: str
+    variant: str
+    features: tuple[str, ...]
+    prepared: bool
+    sources: dict[str, FlightSource]
+
+
 class FlightStep(_Plain):
     """One step. Everything but its number is None where it raised before it was decided.
 
@@ -35,6 +72,7 @@ class FlightStep(_Plain):
         launch: None where preps or forward ran eagerly, "" in one launch, else why it was more.
         plan: what the ranks agreed on.
         raised: the error that ended it.
+        batch: what it was handed, and ``results`` a digest of each tensor that it gave, where a runner keeps those.
     """
 
     number: int
@@ -50,6 +88,8 @@ class FlightStep(_Plain):
     launch: str | None = None
     plan: FlightPlan | None = None
     raised: str | None = None
+    batch: FlightBatch | None = None
+    results: dict[str, str] | None = None
 
     def spelled(self) -> str:
         """Spell the step in one line."""
@@ -66,11 +106,14 @@ class FlightRecord(_Plain):
 
     Attributes:
         version: of this format.
-        rank, num_ranks: whose it is; 0 of 1 without ranks.
+        device: what the runner ran on, such as cpu.
+        rank: whose it is; 0 without ranks.
+        num_ranks: of how many.
         steps: the steps.
     """
 
     version: Literal[1] = 1
+    device: str | None = None
     rank: int = 0
     num_ranks: int = 1
     steps: tuple[FlightStep, ...] = ()

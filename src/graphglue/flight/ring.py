@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from graphglue.config import RunnerConfig
 from graphglue.core.buckets import Bucket
 from graphglue.core.routing import Decision
 from graphglue.flight.record import FlightPlan, FlightRecord, FlightStep
@@ -48,8 +47,8 @@ class FlightLedger(Ledger):
         if tally.steps == 1:
             self._tell(decision, raw)
 
-    def raised(self, error: BaseException) -> None:
-        """Keep that a step raised, and tell the error what came before it."""
+    def raised(self, error: BaseException, batch: Any = None, forward: bool = True) -> None:
+        """Keep that a step raised, and tell the error what came before it; its batch is kept by a subclass."""
         before = self.steps()[-_NUM_NOTED:]
         self._ring.append((f"{type(error).__name__}: {error}", None, None, self._num_agreed, self._plan))
         lines = [f"flight recorder, the last {len(before)} steps before this one:", *(one.spelled() for one in before)]
@@ -60,24 +59,23 @@ class FlightLedger(Ledger):
         kept = list(self._ring)  # copied in one go, because another thread may be counting
         number = sum(tally.steps for tally in self._noted()) - sum(one[1] is not None for one in kept)
         spelled = []
-        for decision, raw, launch, agreed, plan in kept:
+        for decision, raw, launch, agreed, plan, *more in kept:
             number += raw is not None
-            spelled.append(_spelled(agreed or number + (raw is None), decision, raw, launch, plan))
+            step = spelled_step(agreed or number + (raw is None), decision, raw, launch, plan)
+            taken, results = more or (None, None)
+            batch = None if taken is None else taken.spelled()
+            spelled.append(step.model_copy(update={"batch": batch, "results": results}))
         return tuple(spelled)
 
-    def record(self, rank: int = 0, num_ranks: int = 1) -> FlightRecord:
+    def record(self, rank: int = 0, num_ranks: int = 1, device: str | None = None) -> FlightRecord:
         """Give the artifact."""
-        return FlightRecord(rank=rank, num_ranks=num_ranks, steps=self.steps())
+        return FlightRecord(device=device, rank=rank, num_ranks=num_ranks, steps=self.steps())
 
 
-def open_ledger(config: RunnerConfig) -> Ledger:
-    """Give the ledger that a config asks for; one without a flight recorder does nothing for it."""
-    return FlightLedger(config.flight_recorder) if config.flight_recorder else Ledger()
-
-
-def _spelled(
-    number: int, decision: Decision | str, raw: Bucket | None, launch: str | None, plan: RankPlan | None
+def spelled_step(
+    number: int, decision: Decision | str, raw: Bucket | None, launch: str | None = None, plan: RankPlan | None = None
 ) -> FlightStep:
+    """Spell a step out, or the error that ended it."""
     agreed = None if plan is None else _spelled_plan(plan)
     if isinstance(decision, str) or raw is None:
         return FlightStep(number=number, plan=agreed, raised=str(decision))

@@ -49,7 +49,15 @@ class CostRule:
         return self.of_sums(len(counts), min(counts), max(counts), sum(counts), mode.counts_tokens)
 
     def of_sums(self, num_ranks: int, least: int, most: int, total: int, extends: bool) -> Padding:
-        """Give the padding from what it depends on."""
+        """Give the padding from what it depends on.
+
+        Args:
+            num_ranks: ranks of the group.
+            least: the smallest aligned token count.
+            most: the largest one.
+            total: their sum.
+            extends: whether the step prefills.
+        """
         if self.max_len_only or num_ranks == 1:
             return Padding.MAX_LEN
         if extends:

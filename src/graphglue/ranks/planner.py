@@ -40,14 +40,18 @@ class Planner:
         alignment: tokens of every bucket and of every count are a multiple of it (the size of the
             attention's tensor-parallel group); sizes are rounded up to it once, here.
         width: tokens per request.
-        row_bytes, all_reduce_limit_bytes, all_to_all, speculative: see ``CostRule``.
+        row_bytes: bytes of one token's row in the buffer that ranks share.
+        all_reduce_limit_bytes: what the fast all-reduce holds.
+        all_to_all: experts exchange tokens by all-to-all; see ``CostRule``.
+        speculative: tokens of one request travel together; see ``CostRule``.
         rule: replaces the cost rule: ``rule(counts)`` or ``rule(counts, mode)`` gives a ``Padding``.
         extend_ladder: the captured token sizes, where one planner serves decode and prefill; ``ladder``
             by default.
         max_requests: request rows of every EXTEND bucket; the largest rank's by default.
         sum_len_tolerated: no collective is recorded in the prefill graphs, so ranks need not be rounded
             to one size for them.
-        max_len_only, hybrid_state: see ``CostRule``.
+        max_len_only: an all-to-all that knows equal counts only.
+        hybrid_state: a recurrent state needs a row on every rank that prefills.
 
     Raises:
         ConfigError: a value that is not usable.
@@ -83,7 +87,12 @@ class Planner:
         self._kept: dict[Any, tuple[Any, ...]] = {}  # tuples of equal counts and of roles, to make each once
 
     def rounded(self, ladder: Ladder, tokens: bool = False) -> Ladder:
-        """Round sizes up so that the tokens of each are a multiple of the alignment; ``tokens`` if they count those."""
+        """Round sizes up so that the tokens of each are a multiple of the alignment.
+
+        Args:
+            ladder: the sizes.
+            tokens: whether they count tokens; else they count requests.
+        """
         return ladder.aligned(self.alignment // (1 if tokens else math.gcd(self.alignment, self.width)))
 
     def plan(self, facts: Sequence[RankFacts]) -> RankPlan:
@@ -130,6 +139,11 @@ class Planner:
         """Give the padding of a captured graph: the rule applied to the counts it is captured with.
 
         A prefill graph is MAX_LEN: what it holds is one size for all ranks, those without tokens too.
+
+        Args:
+            bucket: its extents.
+            mode: what it computes.
+            num_ranks: ranks of the group.
         """
         if mode.counts_tokens:
             return Padding.MAX_LEN
@@ -138,7 +152,13 @@ class Planner:
         return self.rule(self._equal(num_ranks, bucket.tokens), mode)
 
     def captured_meeting(self, bucket: Bucket, mode: Mode, num_ranks: int) -> Meeting:
-        """Give how the rows of all ranks meet in a captured graph."""
+        """Give how the rows of all ranks meet in a captured graph.
+
+        Args:
+            bucket: its extents.
+            mode: what it computes.
+            num_ranks: ranks of the group.
+        """
         padding, counts = self.captured_padding(bucket, mode, num_ranks), self._equal(num_ranks, bucket.tokens)
         return Meeting(padding, counts, num_ranks * bucket.tokens)
 

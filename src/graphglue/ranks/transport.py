@@ -24,7 +24,12 @@ class Transport(Protocol):
     size: int
 
     def start(self, row: np.ndarray, timeout_s: float) -> None:
-        """Send this rank's row: int64[fields]. It is read before this returns. Sync: none."""
+        """Send this rank's row. Sync: none.
+
+        Args:
+            row: int64[fields], read before this returns.
+            timeout_s: how long ``finish`` may wait, in seconds.
+        """
 
     def finish(self, timeout_s: float) -> np.ndarray:
         """Wait for the rows of all: int64[ranks, fields], rewritten by the next gather. Sync: the host waits.
@@ -34,10 +39,21 @@ class Transport(Protocol):
         """
 
     def exchange(self, text: bytes, size: int, timeout_s: float) -> list[bytes]:
-        """Gather one text of at most ``size`` bytes from every rank. For start-up, not for steps."""
+        """Gather one text from every rank. For start-up, not for steps. Sync: the host waits.
+
+        Args:
+            text: this rank's.
+            size: the most bytes that any rank sends; the same on all.
+            timeout_s: how long to wait, in seconds.
+        """
 
     def absent(self, call: int, patience_s: float) -> list[int] | None:
-        """Find the ranks that did not come to a call that failed; None where nobody can tell."""
+        """Find the ranks that did not come to a call that failed; None where nobody can tell.
+
+        Args:
+            call: its number, from 1, the same on every rank.
+            patience_s: how long to look for stragglers, in seconds.
+        """
 
 
 _SERIALS: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # tell the users of one group apart

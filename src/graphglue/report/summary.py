@@ -55,8 +55,12 @@ class Summary:
     Attributes:
         sources: the files.
         rungs: the ladder's use, the smallest bucket first, exact extents last.
-        routes, reasons, forward_reasons, launch_fallbacks: step counts, the most frequent first.
-        shadow, staging: counts by verdict; empty where neither was on.
+        routes: step counts by route, the most frequent first.
+        reasons: step counts by reason.
+        forward_reasons: step counts by why a forward did not replay.
+        launch_fallbacks: step counts by why a step was more than one launch.
+        shadow: samples by verdict; empty where it was off.
+        staging: staged steps by what became of them; empty where it was off.
         quarantined: keys that are quarantined now, with their causes.
         keys: all keys, with what they hold.
     """

@@ -23,9 +23,7 @@ def conformance(
 ) -> Callable[[str], None]:
     """Make a pytest test of a backend, with one case for each audit check and each part of the suite.
 
-    Assign it to a name that begins with ``test``::
-
-        test = conformance(make_backend)
+    Assign it to a name that begins with ``test``, such as ``test = conformance(make_backend)``.
 
     The audit's checks come first (trace, same_ops, poison, double_capture, pad_image, pointers), and a case
     that this device or these arguments can not show is skipped with the reason. Then the backend's own runner

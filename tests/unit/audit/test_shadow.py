@@ -491,7 +491,7 @@ def test_steps_that_ranks_agreed_on_count_whichever_preps_are_glued() -> None:
     other._units[0].cache.quarantine(KEY_OF_4, "this rank's own trouble")
     sampled: list[list[bool]] = [[], []]
     for runner, found in zip((one, other), sampled):
-        runner._stepper.bound = True
+        runner._stepper.decider.bound = True
         shadow = runner._stepper.shadow
         for number in range(10):
             runner.replay(batch(3 if number % 2 else 2, number))

@@ -130,3 +130,9 @@ def test_an_index_of_an_unknown_table_is_refused() -> None:
 
 def test_slots_that_index_nothing_are_not_looked_at() -> None:
     check_indices([Slot("x", axis="request", dtype=torch.int64, pad=-7)], {})
+
+
+@pytest.mark.parametrize("name", ["keys", "values", "items", "get"])
+def test_names_that_would_hide_tables_from_a_mapping_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{name}' is reserved on every view's tables; rename the table"):
+        Tables({name: torch.zeros(2)}, torch.device("cpu"))
