@@ -21,6 +21,7 @@ ON_ANY_MACHINE = (
     "prefill_segments",
     "speculative",
     "rungs",
+    "overlap_loop",
 )
 AZURE = ROOT.parent / "shared" / "data" / "azure_llm_code_2023.csv"
 
