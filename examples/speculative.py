@@ -40,6 +40,7 @@ LADDER, MAX_RUNNING = [2, 8], 8
 BLOCK, DRAFTED = 4, 3  # a block is the last token that was taken, and what is drafted behind it
 MAX_PROMPT, MAX_GENERATED = 16, 14
 PAGE_SIZE, WINDOW, ALIGNMENT = 4, 8, 4
+# Room for a whole block behind the longest request: rows past the end share one place, in any order of writes.
 SHAPE = ModelShape(max_context=36, page_size=PAGE_SIZE, hidden=32, num_heads=2, num_kv_heads=1, ffn=64)
 RING = WINDOW + 2 * BLOCK  # what a step reads and writes of one request spans no more positions
 KINDS = ("pages", "draft", "verify", "extend")
@@ -185,7 +186,7 @@ class Loop:
         requests, rows = self.running, [request.row for request in self.running]
         prefix = {"seq_lens": [request.num_read for request in requests], "req_pool_indices": rows}
         placed = self._replay("pages", gg.Mode.VERIFY, prefix).outputs["out_cache_loc"]
-        block = {"out_cache_loc": placed.view(-1, BLOCK)[:, :DRAFTED].flatten()}
+        block = {"out_cache_loc": placed.view(-1, BLOCK)[:, :DRAFTED].reshape(-1).contiguous()}
         last = {"last_token": [request.known[request.num_read] for request in requests]}
         drafted = self._replay("draft", gg.Mode.DRAFT, {**prefix, **block, **last}).outputs["next_token"]
         tokens = {"known": [token for one in requests for token in one.ahead()], "proposed": drafted.view(-1, DRAFTED)}
@@ -201,7 +202,8 @@ class Loop:
         """Take the longest part of a block that greedy decoding would have written, and the token behind it."""
         known = len(request.known) - request.num_read
         num_taken = next((at for at in range(known, BLOCK) if block[at] != followed[at - 1]), BLOCK)
-        request.num_pages = max(request.num_pages, -(-(request.num_read + BLOCK) // PAGE_SIZE))
+        end = min(request.num_read + BLOCK, SHAPE.max_context)  # the last blocks reach past the request's row
+        request.num_pages = max(request.num_pages, -(-end // PAGE_SIZE))
         request.num_read += num_taken
         if known <= BLOCK:
             fresh = [*block[known:num_taken], followed[num_taken - 1]]

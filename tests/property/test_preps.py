@@ -53,7 +53,7 @@ def bucket_of(case: Case, row_tokens: list[int], num_requests: int) -> gg.Bucket
 @given(name=NAMES, sizes=sizes(), seed=SEEDS, raw=st.integers(0, 5), pads=st.integers(0, 3), narrow=st.booleans())
 def test_eager_equals_the_reference(name: str, sizes: Sizes, seed: int, raw: int, pads: int, narrow: bool) -> None:
     case, rng, tables = CASES[name], random.Random(seed), world(sizes, seed)
-    step = drawn(sizes, tables, row_tokens := row_tokens_of(case, raw, rng), rng)
+    step = drawn(sizes, tables, row_tokens := row_tokens_of(case, raw, rng), rng, past_end=rng.random() < 0.5)
     if not raw and not pads:
         pads = 1
     bucket = bucket_of(case, row_tokens, raw + pads)

@@ -17,7 +17,7 @@ from graphglue.preps import causal, draft, reference
 from graphglue.ranks import Planner
 
 from ..unit.preps.cases import CASES, Sizes, Step, drawn, listed, tensors, world
-from .threads import Exchange, all_well, group_of, together
+from .threads import SLOTS, Exchange, Meeting, Model, all_well, batch_of, group_of, together
 
 LADDER, WIDTH, SIZE = [1, 4, 256], 4, 2
 SIZES = Sizes(max_context=28, num_requests=256)
@@ -156,3 +156,46 @@ def test_a_draft_keeps_to_its_own_bucket_beside_a_peer_of_256(ranks: list[Rank])
     assert listed(drafted.metadata) == expected
     results = all_well(together(SIZE, lambda rank: ranks[rank].verify((1, 256)[rank])))
     assert {replayed.decision.bucket for replayed, *_ in results} == {gg.Bucket(256, 256 * WIDTH, WIDTH)}
+
+
+def planned_runner(exchange: Exchange, meeting: Meeting, rank: int) -> gg.Runner:
+    """Build one rank's runner: every glued step is held against its twin, and rank 0's planner fails for 3 requests."""
+
+    def plan(batch: gg.Batch, bucket: gg.Bucket) -> dict[str, list[int]]:
+        if rank == 0 and batch.num_requests == 3:
+            raise ValueError("no plan for three")
+        return {"planned": [batch.num_requests + 5]}
+
+    registry, model = gg.Registry(), Model(meeting, rank)
+    contract = gg.PrepContract(
+        name="planned", reads={"planned": 0}, outputs={"total": "fixed"}, modes={gg.Mode.DECODE}, idle="glue"
+    )
+    registry.register(contract, plan=plan)(lambda view: {"total": view.planned * 2})
+    runner = gg.Runner(
+        slots=[*SLOTS, gg.Slot("planned", "fixed", torch.int64, 0, inner=(1,))],
+        ladder=[1, 4], registry=registry, prep="planned", forward=model, output_axes="token",
+        ranks=group_of(exchange, rank, Planner([1, 4])), hooks=gg.CaptureHooks(key=model.record),
+        config=gg.RunnerConfig(shadow=gg.Shadow(first=9, every=1, on_mismatch="raise")),
+    )  # fmt: skip
+    runner.capture(progress=False)
+    return runner
+
+
+def test_a_rank_that_stands_in_without_its_planner_is_no_divergence() -> None:
+    """The twin of such a step was given what the last step's planner had said, and both fill and prep were blamed."""
+    exchange, meeting = Exchange(SIZE), Meeting(SIZE)
+    runners = all_well(together(SIZE, lambda rank: planned_runner(exchange, meeting, rank)))
+
+    def step(*loads: int) -> list[Any]:
+        return together(SIZE, lambda rank: runners[rank].replay(batch_of(loads[rank])))
+
+    idle, _ = all_well(step(0, 2))
+    assert idle.metadata["total"].tolist() == [10]
+    refused, other = step(3, 2)
+    assert repr(refused) == "ValueError('no plan for three')"
+    assert other.decision.forward is gg.Route.GRAPH
+    for loads in ((2, 2), (1, 4)):
+        assert {one.decision.prep for one in all_well(step(*loads))} == {gg.Route.GLUE}
+    for runner in runners:
+        shadow = runner.stats()["shadow"]
+        assert (shadow["passed"], shadow["failed"]) == (4, 0)

@@ -291,3 +291,21 @@ def test_other_lists_are_refused(preps: Any, error: Any, said: str) -> None:
 def test_a_table_that_only_one_of_them_reads_must_be_there() -> None:
     with pytest.raises(gg.ContractError, match="prep 'dsv4-decode' reads table 'full_to_swa'"):
         runner_of(tables={"req_to_token": tensors(LISTS)["req_to_token"]})
+
+
+def test_two_planners_that_give_one_slot_are_told_apart_from_a_batch_that_does() -> None:
+    registry = gg.Registry()
+    for name in ("a", "b"):
+        contract = gg.PrepContract(name=name, reads={"split": 0}, modes={DECODE})
+        plan = lambda batch, bucket: {"split": [1] * batch.num_requests}  # noqa: E731
+        registry.register(contract, plan=plan)(lambda view: {"split": view.split + 1})
+    slots = [gg.Slot("split", axis="request", dtype=torch.int64, pad=0)]
+    for preps, sources, said in (
+        (["a", "b"], {}, r"slots \['split'\] come from the plan of another prep and from the plan of prep 'b'"),
+        (["a"], {"split": [1, 1]}, r"slots \['split'\] come from the batch and from the plan of prep 'a'"),
+    ):
+        with (
+            gg.Runner(slots=slots, ladder=LADDER, prep=preps, registry=registry) as runner,
+            pytest.raises(gg.BindError, match=said),
+        ):
+            runner.prepare(gg.Batch(2, sources))

@@ -270,6 +270,10 @@ def test_without_the_declaration_a_ragged_batch_is_eager_and_the_static_prep_say
         ({"row_tokens": [4, 4]}, r"has 2 entries"),
         ({"num_tokens": 9, "row_tokens": [4, 3, 1]}, "row_tokens sums to 8"),
         ({"row_tokens": 4}, "expected the tokens of each request, in a list"),
+        ({"row_tokens": torch.ones(3, dtype=torch.int64, device="meta")}, "row_tokens is on meta, where"),
+        ({"num_tokens": torch.tensor(8, device="meta")}, "num_tokens is on meta, where reading it would"),
+        ({"row_tokens": {4, 3, 1}}, "expected the tokens of each request, in a list"),  # in no order
+        ({"row_tokens": {4: "a", 3: "b", 1: "c"}}, "expected the tokens of each request, in a list"),
         ({"row_tokens": [4, 3.0, 1]}, "expected an integer"),
     ],
 )

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import graphglue as gg
 from graphglue import Batch, Mode, Reason, Route, Runner, RunnerConfig, Shadow, Slot
-from graphglue.device.cpu import TorchFill
+from graphglue.device.cpu import DoneEvent, TorchFill
 from graphglue.staging import Rejected, Staging
 from graphglue.stepping import AHEAD, SAMPLED
 from tests.prefill import Prefill
@@ -362,7 +362,7 @@ def test_host_sources_may_be_overwritten_once_staged_and_what_they_held_counts()
         assert staging(runner)["staged_rejected"] == {"sources": 1}
 
 
-def test_a_ragged_step_is_taken_though_its_lane_is_never_kept() -> None:
+def test_a_ragged_step_is_taken_however_its_tokens_are_spread() -> None:
     with captured({"ragged": True}, forward=None, tokens_per_request=2) as runner:
         given_sources = {**sources(3), "ids": [1, 2, 3, 4]}
         step = Batch(3, given_sources, row_tokens=[1, 2, 1])
@@ -533,6 +533,12 @@ def test_a_key_that_is_quarantined_in_between_runs_eagerly() -> None:
 # Refusals, and steps that are left to their replay.
 
 
+class Unrecorded(DoneEvent):
+    """What a torch.cuda.Event looks like before it is recorded."""
+
+    cuda_event = 0
+
+
 def test_a_refused_stage_has_written_nothing_and_says_what_to_do() -> None:
     with captured() as runner:
         runner.replay(batch(4))
@@ -541,6 +547,8 @@ def test_a_refused_stage_has_written_nothing_and_says_what_to_do() -> None:
             (gg.BindError, "slot 'ids'", Batch(3, {**sources(3), "ids": [1, 2]}), {}),
             (gg.CapacityError, "exceeds the ladder", batch(5), {}),
             (gg.ConfigError, "after is a int; expected an event", batch(3), {"after": 3}),
+            (gg.ConfigError, "after is the class DoneEvent", batch(3), {"after": DoneEvent}),
+            (gg.ConfigError, "after was never recorded, so nothing would be waited", batch(3), {"after": Unrecorded()}),
         ]:
             with pytest.raises(kind, match=text):
                 runner.stage(step, **more)
@@ -584,6 +592,45 @@ def test_what_can_not_be_seen_to_change_is_left_to_its_replay() -> None:
         runner.maintain()
         assert not runner.stage(batch(3))
         assert staging(runner)["not_staged"] == {"unseen": 2}
+
+
+def test_a_prep_without_a_contract_is_left_to_its_replay() -> None:
+    """Nobody knows what it reads, so nobody could tell that a staged step is old."""
+    hidden = pages()
+
+    def prep(view: Any) -> dict[str, torch.Tensor]:
+        return {"pages": hidden[view.rows] + view.lens[:, None], "ends": view.cu[1:] + view.lens}
+
+    made = {"slots": SLOTS, "ladder": LADDER, "forward": model, "output_axes": "request"}
+    with Runner(**made, prep=prep, config=RunnerConfig(staging=True, generic_glue=True)) as runner:
+        runner.capture(progress=False)
+        assert runner.replay(batch(4)).decision.prep is Route.GLUE
+        assert not runner.stage(batch(4))
+        hidden.add_(1000)
+        expected = model(runner.view(4), meta_of(runner.view(4), hidden))
+        assert plain(runner.replay(batch(4)).outputs) == plain(expected)
+        assert staging(runner)["not_staged"] == {"undeclared": 1}
+
+
+def meta_of(view: Any, table: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"pages": table[view.rows] + view.lens[:, None], "ends": view.cu[1:] + view.lens}
+
+
+def test_what_an_eager_forward_returned_of_slots_and_metadata_stays_too() -> None:
+    def lends(view: Any, metadata: Any) -> dict[str, torch.Tensor]:
+        return {"ids": view.ids, "ends": metadata["ends"], "sum": metadata["ends"] + view.ids}
+
+    with captured(forward=lends) as runner:
+        for key in tuple(runner.space.keys()):
+            runner._forward.quarantine(key, "so that it runs eagerly")
+        runner._capture.drop_launches(list(runner._capture.launches))
+        runner._stepper.forget()
+        step = runner.replay(batch(3))
+        assert (step.decision.prep, step.decision.forward) == (Route.GLUE, Route.EAGER)
+        before = plain(step.outputs)
+        assert runner.stage(batch(3, 7))
+        assert plain(step.outputs) == before
+        assert runner.view(4).ids[:3].tolist() != before["ids"]
 
 
 def test_a_prep_that_draws_random_numbers_is_left_to_its_replay() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import graphglue as gg
-from graphglue.bench import compositions, memory, ranks, scaling, segments, shadow, steps
+from graphglue.bench import compositions, drafts, memory, ranks, scaling, segments, shadow, steps
 from graphglue.bench.breakable import load_breakable
 from graphglue.bench.peers import load_sglang
 from graphglue.bench.results import Report, Row, Section
@@ -36,6 +36,7 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Settings, Section], None]]] = {
     "fill": ("device time of a large slot's fill, against a plain copy", memory.run_fill),
     "shadow": ("what the shadow check costs, sampling no step and every step", shadow.run_shadow),
     "ranks": ("what agreeing costs, and what many ranks agree on", ranks.run_ranks),
+    "speculative": ("a draft's padded step in 8 processes at once, with and without glue", drafts.run_drafts),
     "compositions": ("two ways to build the one launch", compositions.run_compositions),
     "segments": ("a prefill with an eager break in each layer, and the memory of its buckets", segments.run_segments),
 }

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from graphglue.bench.contenders import bare_replay
 from graphglue.bench.timing import Step
 from graphglue.graphs.base import Recorder, Recording
 from graphglue.graphs.marks import eager_break
@@ -136,7 +135,7 @@ class BareLoop:
             hidden, given = self._record(partial(self._between, layer, hidden, given[3]))
             calls.append(given)
         self._record(partial(self._leave, hidden, given[3]))
-        launches = [bare_replay(recording) for recording in self._recordings]
+        launches = [getattr(recording, "launch", recording.replay) for recording in self._recordings]
         self._last, self._turns, self._fill = launches[-1], tuple(zip(launches, calls)), fill
 
     def _enter(self, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,4 +1,4 @@
-"""A device that joins nothing: what a step costs when fill, glue and forward are launched one by one."""
+"""Devices that join less: what a step costs when fill, glue and forward are launched one by one, or without glue."""
 
 from __future__ import annotations
 
@@ -37,6 +37,26 @@ class OneByOne:
     ) -> Launch:
         """Launch one by one."""
         return SeparateLaunches(self._device, fill, preps, forward, reads, "the benchmark asks for it")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+
+class WithoutPreps:
+    """Stand in front of a device, and leave the preps out of what it composes: metadata stays as it was captured.
+
+    Args:
+        device: does everything else.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def compose(
+        self, fill: Fill, preps: Sequence[Recording], forward: Recording | None, random: str | None, reads: Reads | None
+    ) -> Launch:
+        """Join fill and forward."""
+        return self._device.compose(fill, (), forward, random, reads)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._device, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from graphglue.bench import baselines, contenders, ranks, scaling, segments
+from graphglue.bench import baselines, contenders, draft_steps, drafts, ranks, scaling, segments
 from graphglue.bench.contenders import AGAIN, FLOOR, ONE_DEVICE, ONE_NUMPY
 from graphglue.bench.memory import FILL, RATE
 from graphglue.bench.results import Report, Row, Section, Target
@@ -19,6 +19,7 @@ def targets_of(report: Report) -> list[Target]:
         *_slot_targets(report.section("slots") or Section("slots", "")),
         *_key_target(report.section("keys") or Section("keys", "")),
         *_rank_targets(report.section("ranks") or Section("ranks", "")),
+        *_draft_target(report.section("speculative") or Section("speculative", "")),
         *_memory_targets(report.section("compositions") or Section("compositions", "")),
         *_segment_targets(report.section("segments") or Section("segments", "")),
     ]
@@ -101,6 +102,12 @@ def _rank_targets(section: Section) -> list[Target]:
         _at_most(ranks.AFTER, None if after is None else after.host_us, 15.0, "us"),
         _at_most("the planner on 128 ranks", None if fleet is None else fleet.host_us, 50.0, "us"),
     ]
+
+
+def _draft_target(section: Section) -> list[Target]:
+    row = section.find(draft_steps.ONE)
+    seen = None if row is None else row.values.get(drafts.GLUE_US)
+    return [_at_most("glue in a draft's one launch beyond fill and forward, median of 8 processes", seen, 1.0, "us")]
 
 
 def _memory_targets(section: Section) -> list[Target]:

@@ -95,11 +95,14 @@ def new_cache(model: Transformer, kind: type[KVCache], num_locations: int, **mor
 
 
 def hidden(model: Transformer, caches: list[Any], tokens: Tensor, view: Any, metadata: Metadata) -> Tensor:
-    """Run a model's layers over N tokens, [N, hidden]. Sync: none. Capturable: yes."""
+    """Run a model's layers over N tokens, [N, hidden]. Sync: none. Capturable: yes.
+
+    Tokens of a block behind the longest context are never taken; they get its last position.
+    """
     return model.hidden(
         caches,
         tokens,
-        metadata["positions_casual"].long(),
+        metadata["positions_casual"].long().clamp(max=model.shape.max_context - 1),
         lambda cache, *rows: cache.attend(*rows, view, metadata),
     )
 

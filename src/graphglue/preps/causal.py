@@ -101,7 +101,10 @@ def make(name: str, page_size: int = 256, window: int = 128, alignment: int = 64
 
     Args:
         name: which one; it says what the rows are (``graphglue.preps.rows``).
-        page_size, window, alignment, floor: as ``WindowLayout`` takes them.
+        page_size: tokens of a page.
+        window: positions that a row of the sliding window holds.
+        alignment: the window's columns are a multiple of it.
+        floor: the first position that a window may show.
 
     Raises:
         ContractError: an unknown name or an unusable number; or, from the prep, a step with other rows.
@@ -146,13 +149,17 @@ def page_table(requests: torch.Tensor, req_to_token: torch.Tensor, page_size: in
 
 
 def newest_first(seen: rows.Rows, tables: Any, layout: WindowLayout) -> torch.Tensor:
-    """Look up the window of each row: column k is the position k before the row's own. Sync: none. Capturable: yes."""
+    """Look up the window of each row: column k is the position k before the row's own. Sync: none. Capturable: yes.
+
+    A position behind the end of the request's row lies in the sink, where "kv-page-top-up" places its token: the last
+    blocks of a request that fills its row reach past it. All such tokens share that place, so they can not be taken.
+    """
     back = torch.arange(layout.window, device=seen.lengths.device)
     positions = seen.lengths[:, None] - 1 - back
-    shown = positions >= layout.floor
-    # Masked by hand: an index of -1 would read the last entry, on some devices only.
-    locations = tables.req_to_token[seen.requests[:, None], torch.where(shown, positions, 0)]
-    indices = torch.where(shown, tables.full_to_swa[locations], -1).to(torch.int32)
+    shown, behind = positions >= layout.floor, positions >= tables.req_to_token.shape[1]
+    # Masked by hand: an index of -1 would read the last entry, on some devices only, and one too large ends a process.
+    found = tables.req_to_token[seen.requests[:, None], torch.where(shown & ~behind, positions, 0)]
+    indices = torch.where(shown, tables.full_to_swa[torch.where(behind, rows.SINK, found)], -1).to(torch.int32)
     return torch.nn.functional.pad(indices, (0, layout.columns() - layout.window), value=-1)
 
 
@@ -161,7 +168,9 @@ def register(registry: Registry, page_size: int = 256, window: int = 128, alignm
 
     Args:
         registry: where to register.
-        page_size, window, alignment: as ``WindowLayout`` takes them.
+        page_size: tokens of a page.
+        window: positions that a row of the sliding window holds.
+        alignment: the window's columns are a multiple of it.
     """
     for name, contract in CONTRACTS.items():
         registry.register(contract)(make(name, page_size, window, alignment))

@@ -33,7 +33,9 @@ def make(page_size: int = 256, window: int = 128, alignment: int = 64) -> causal
     """Make the prep. The block's width is the step's tokens per request.
 
     Args:
-        page_size, window, alignment: as ``causal.WindowLayout`` takes them.
+        page_size: tokens of a page.
+        window: positions that a row of the sliding window holds.
+        alignment: the window's columns are a multiple of it.
 
     Raises:
         ContractError: an unusable number; or, from the prep, a step whose requests differ in width.
@@ -93,6 +95,8 @@ def register(registry: Registry, page_size: int = 256, window: int = 128, alignm
 
     Args:
         registry: where to register.
-        page_size, window, alignment: as ``causal.WindowLayout`` takes them.
+        page_size: tokens of a page.
+        window: positions that a row of the sliding window holds.
+        alignment: the window's columns are a multiple of it.
     """
     return registry.register(CONTRACT)(make(page_size, window, alignment))

@@ -75,7 +75,8 @@ def causal(
         indices: list[int] = []
         position = length - 1
         while position >= floor and len(indices) < window:
-            indices.append(full_to_swa[req_to_token[request][position]])
+            has_place = position < len(req_to_token[request])
+            indices.append(full_to_swa[req_to_token[request][position] if has_place else 0])
             position -= 1
         found["swa_topk_lengths"].append(len(indices))
         found["swa_page_indices"].append(_filled(indices, window, alignment))

@@ -74,7 +74,7 @@ def width_of(view: Any, name: str) -> int:
     if not view.bucket.row_tokens:
         raise ContractError(
             f"{name} takes requests of one width, and the step has {view.bucket}, whose row_tokens is 0: the requests "
-            "differ; use dsv4-ragged-verify"
+            "differ; use dsv4-ragged-verify for a verify step, or give all requests the width of the widest"
         )
     return int(view.bucket.row_tokens)
 

@@ -54,7 +54,9 @@ class Pieces(NamedTuple):
 
     Attributes:
         size: positions of a whole piece.
-        request, begin, end: [workers] int64; the request of each piece, and its positions. Spare workers have none.
+        request: [workers] int64; the request of each piece. Spare workers have none.
+        begin: [workers] int64; the first position of each piece.
+        end: [workers] int64; the position behind its last.
         indptr: [requests + 1] int32; the pieces of each request.
     """
 
@@ -117,7 +119,8 @@ def make_plan(num_workers: int = NUM_WORKERS, page_size: int = 16) -> Plan:
     """Make the host planner.
 
     Args:
-        num_workers, page_size: as ``cut`` takes them.
+        num_workers: pieces at most.
+        page_size: a piece has a multiple of it.
 
     Raises:
         ContractError: a number below 1; or, from the plan, more requests than workers.
@@ -189,7 +192,8 @@ def attend(
 
     Args:
         queries: [requests, K, G, D]; one row for each request.
-        keys, values: [locations, K, D], the whole cache.
+        keys: [locations, K, D], the whole cache.
+        values: [locations, K, D], the whole cache.
         metadata: of the prep.
 
     Returns:
@@ -224,7 +228,8 @@ def register(registry: Registry, num_workers: int = NUM_WORKERS, page_size: int 
 
     Args:
         registry: where to register.
-        num_workers, page_size: as ``cut`` takes them; the slots need the same number of workers.
+        num_workers: pieces at most; the slots need the same number.
+        page_size: a piece has a multiple of it.
     """
     return registry.register(CONTRACT, plan=make_plan(num_workers, page_size))(make())
 

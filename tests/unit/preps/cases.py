@@ -220,9 +220,16 @@ def tensors(tables: Mapping[str, Any], device: Device = "cpu", dtype: torch.dtyp
     return {name: torch.tensor(table, dtype=dtype, device=device) for name, table in tables.items()}
 
 
-def drawn(sizes: Sizes, tables: Mapping[str, Any], row_tokens: Sequence[int], rng: random.Random) -> Step:
-    """Draw a step: lengths favour boundaries, requests are distinct, and tokens lie anywhere but in the sink."""
-    most = sizes.max_context - max(row_tokens, default=0)
+def drawn(
+    sizes: Sizes, tables: Mapping[str, Any], row_tokens: Sequence[int], rng: random.Random, past_end: bool = False
+) -> Step:
+    """Draw a step: lengths favour boundaries, requests are distinct, and tokens lie anywhere but in the sink.
+
+    Args:
+        sizes, tables, row_tokens, rng: what to draw from.
+        past_end: lengths may be so long that a block behind them reaches past the end of its request's row.
+    """
+    most = sizes.max_context - (0 if past_end else max(row_tokens, default=0))
     near = [length for length in sizes.boundaries if 1 <= length <= most]
     lengths = [rng.choice(near) if rng.random() < 0.7 else rng.randint(1, most) for _ in row_tokens]
     requests = rng.sample(range(1, sizes.num_requests + 1), len(row_tokens))
@@ -244,7 +251,7 @@ def glued_steps(
     for name, table in tensors(tables).items():
         held[name].copy_(table)
     for raw in raws:
-        step = drawn(Sizes(), tables, row_tokens_of(case, raw, rng), rng)
+        step = drawn(Sizes(), tables, row_tokens_of(case, raw, rng), rng, past_end=rng.random() < 0.5)
         slots = runner.view(runner.buckets[-1].requests)
         for name in slots:
             slots[name].fill_(10**6)  # an index that leads out of every table

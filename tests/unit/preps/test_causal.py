@@ -76,6 +76,34 @@ def test_draft_extend_by_hand_and_clamped() -> None:
     assert found["swa_topk_lengths"] == [3, 3, 3, 1, 1, 1]
 
 
+@pytest.mark.parametrize(
+    ("name", "mode", "row_tokens", "offsets", "first"),
+    [
+        ("dsv4-verify", gg.Mode.VERIFY, 3, {}, 6),
+        ("dsv4-ragged-verify", gg.Mode.VERIFY, 0, {"qo_indptr": [0, 3]}, 6),
+        ("dsv4-draft-extend", gg.Mode.DRAFT_EXTEND, 3, {}, 9),
+    ],
+)
+def test_a_block_that_reaches_past_its_row_reads_the_sink(
+    name: str, mode: gg.Mode, row_tokens: int, offsets: dict[str, list[int]], first: int
+) -> None:
+    """Positions 6 and 7 are the last of a row of 8; the token at 8 was placed at location 0, as by the top-up."""
+    slots = {"seq_lens": [first], "req_pool_indices": [1], "out_cache_loc": [10, 11, 0], **offsets}
+    found = run(name, mode, gg.Bucket(1, 3, row_tokens), **slots)
+    assert found["positions_casual"] == [6, 7, 8]
+    assert found["swa_page_indices"] == [[110, 109, 108, -1], [111, 110, 109, -1], [100, 111, 110, -1]]
+    assert found["swa_topk_lengths"] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("name", ["dsv4-verify", "dsv4-ragged-verify"])
+def test_a_block_behind_an_empty_prefix_sees_itself_alone(name: str) -> None:
+    slots = {"seq_lens": [0, 1], "req_pool_indices": [1, 0], "out_cache_loc": [20, 21, 0, 0]}
+    offsets = {"qo_indptr": [0, 2, 2]} if "ragged" in name else {}
+    found = run(name, gg.Mode.VERIFY, gg.Bucket(2, 4, 0 if offsets else 2), **slots, **offsets)
+    assert found["seq_lens_casual"][:2] == [1, 2]
+    assert found["swa_page_indices"][:2] == [[120, -1, -1, -1], [121, 120, -1, -1]]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_pad_rows_read_and_write_the_sink_alone(name: str) -> None:
     """Poison every row of every table but the sink's: an IDLE step's metadata does not change."""
