@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
+
+from adapters.objects import Objects
 
 import graphglue as gg
 
@@ -28,7 +29,8 @@ class BackendAdapter:
     Args:
         backend: has ``init_forward_metadata_out_graph(forward_batch)``.
         leaves: name -> backend that carries a ``forward_metadata`` of its own; the backend itself by default, whose
-            fields then need no name. An object is a dataclass of tensors and plain values.
+            fields then need no name. An object is a dataclass of tensors, plain values and such objects, and may
+            be of another class in each mode.
         renamed: field of the forward batch -> slot, where the names differ.
     """
 
@@ -37,7 +39,7 @@ class BackendAdapter:
     ) -> None:
         self.backend, self._renamed = backend, dict(renamed or {})
         self._leaves: Mapping[str, Any] = leaves or {"": backend}
-        self._types: dict[str, type] = {}
+        self._objects = Objects()
 
     def register(self, registry: gg.Registry, contract: gg.PrepContract) -> str:
         """Register the backend under its contract; give the name for ``Runner(prep=)``."""
@@ -48,14 +50,14 @@ class BackendAdapter:
         """Build metadata over the static slots. Capturable if the backend's own method is."""
         with self._kept():
             self.backend.init_forward_metadata_out_graph(self.batch_of(view))
-            made = {name: self._fields_of(name, leaf.forward_metadata) for name, leaf in self._leaves.items()}
+            made = {name: self._objects.apart(leaf.forward_metadata) for name, leaf in self._leaves.items()}
         return made.get("", made)
 
     def publish(self, metadata: Mapping[str, Any]) -> None:
         """Install a step's metadata. Sync: none."""
         parts = {"": metadata} if "" in self._leaves else metadata
         for name, leaf in self._leaves.items():
-            leaf.forward_metadata = self._types[name](**parts[name])
+            leaf.forward_metadata = self._objects.together(parts[name])
 
     def forward(self, model: Callable[[SimpleNamespace], Any]) -> Callable[[gg.View, Any], Any]:
         """Give the forward for ``Runner(forward=)`` of a model that takes a forward batch and asks the backend."""
@@ -79,10 +81,6 @@ class BackendAdapter:
             seq_lens_cpu=None,
             seq_lens_sum=None,
         )
-
-    def _fields_of(self, name: str, metadata: Any) -> dict[str, Any]:
-        self._types[name] = type(metadata)
-        return {field.name: getattr(metadata, field.name) for field in fields(metadata)}
 
     @contextmanager
     def _kept(self) -> Iterator[None]:

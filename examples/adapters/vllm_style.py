@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import Any
+
+from adapters.objects import Objects
 
 import graphglue as gg
 
@@ -55,9 +56,10 @@ class BuilderAdapter:
 
     Args:
         builder: has ``build(common_prefix_len, common)`` and ``cudagraph_support``; its metadata is a dataclass of
-            tensors and plain values.
+            tensors, plain values and such objects.
         layers: the layers that read its metadata.
-        context: the engine's forward context, with a dict ``attn_metadata`` by layer.
+        context: the engine's forward context, with a dict ``attn_metadata`` by layer. An engine that makes a new one
+            for each step hands in an object whose attribute is that of the current one.
         common: builds the engine's common metadata from keywords.
         max_model_len: the longest context, which stands for the longest of every step.
     """
@@ -67,7 +69,7 @@ class BuilderAdapter:
     ) -> None:
         self.builder, self.layers, self.context = builder, tuple(layers), context
         self._common, self._max_model_len = common, max_model_len
-        self._type: Callable[..., Any] | None = None
+        self._objects = Objects()
 
     def register(self, registry: gg.Registry, contract: gg.PrepContract) -> str:
         """Register the builder under its contract; give the name for ``Runner(prep=)``."""
@@ -76,14 +78,11 @@ class BuilderAdapter:
 
     def prep(self, view: gg.View) -> dict[str, Any]:
         """Build metadata over the static slots. Capturable if ``build`` is."""
-        made = self.builder.build(0, self._common(**self._common_fields(view)))
-        self._type = type(made)
-        return {field.name: getattr(made, field.name) for field in fields(made)}
+        return self._objects.apart(self.builder.build(0, self._common(**self._common_fields(view))))
 
     def publish(self, metadata: Mapping[str, Any]) -> None:
         """Install a step's metadata for the builder's layers. Sync: none."""
-        assert self._type is not None, "publish before any prep has run"
-        made = self._type(**metadata)
+        made = self._objects.together(metadata)
         self.context.attn_metadata = {**(self.context.attn_metadata or {}), **dict.fromkeys(self.layers, made)}
 
     def _common_fields(self, view: gg.View) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def read_json(kind: type[Model], path: Path | str, wanted: str, advice: str) -> 
         ConfigError: no such file, or something else in it.
     """
     try:
-        return kind.model_validate_json(Path(path).read_text())
+        return kind.model_validate_json(Path(path).read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} can not be read: {error}") from error
     except ValidationError as error:

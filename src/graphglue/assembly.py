@@ -99,8 +99,9 @@ def check_declarations(
     slots: Mapping[str, Slot],
     tables: Mapping[str, torch.Tensor],
     config: RunnerConfig,
+    max_rows: Mapping[str, int],
 ) -> None:
-    """Hold contracts, slots, tables and config against each other.
+    """Hold contracts, slots, tables and config against each other; ``max_rows`` are those of the largest bucket.
 
     Raises:
         ContractError: a contract that does not fit.
@@ -108,7 +109,7 @@ def check_declarations(
     """
     contracts = {r.name: r.contract for r in registrations if r.contract is not None}
     check_contracts(contracts, slots, tables)
-    check_indices(slots.values(), tables)
+    check_indices(slots.values(), tables, max_rows)
     names = [registration.name for registration in registrations]
     if unknown := set(config.glue) - set(names):
         raise ConfigError(f"RunnerConfig.glue names preps {sorted(unknown)}; this runner has {names}")

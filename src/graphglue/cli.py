@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from graphglue import demo as demonstration
 from graphglue.demo import DemoResult
-from graphglue.errors import ConfigError
+from graphglue.errors import GraphGlueError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
 
@@ -53,24 +53,20 @@ def demo(
     ] = None,
     device: Annotated[Device, typer.Option(help="auto takes CUDA where there is a GPU.")] = Device.AUTO,
     requests: Annotated[int, typer.Option(min=1, help="How many requests to serve.")] = 96,
-    seed: Annotated[int, typer.Option(help="Seeds arrivals, prompts and weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seeds arrivals, prompts and weights.")] = 0,
     json: Annotated[Path | None, typer.Option(help="Also write the result to this file.")] = None,
 ) -> None:
     """Serve a small transformer through graphglue, and compare every step with its eager twin.
 
     Exits with 1 if any metadata tensor or sampled token differs, with 2 if the demo can not run.
     """
-    if json is not None and not json.absolute().parent.is_dir():
-        raise typer.BadParameter(f"{json.absolute().parent} is no directory", param_hint="--json")
-    try:
+    _check_files(("--json", json))
+    with _refusing("demo"):
         with tqdm(total=requests, desc="requests", unit="req", disable=None, leave=False) as bar:
             result = demonstration.run(trace, device.value, requests, seed, on_finish=bar.update)
-    except ConfigError as error:
-        typer.echo(f"graphglue demo: {error}", err=True)
-        raise typer.Exit(2) from error
-    if json is not None:
-        result.write_json(json)
-    _print(result, Console(soft_wrap=True))
+        _print(result, Console(soft_wrap=True))
+        if json is not None:
+            result.write_json(json)
     raise typer.Exit(0 if result else 1)
 
 
@@ -87,17 +83,16 @@ def bench(
 ) -> None:
     """Measure what a decode step costs the host, in all the ways there are to launch it.
 
-    Exits with 2 if the benchmark can not run as asked.
+    Exits with 1 if a section breaks off, with 2 if the benchmark can not run as asked.
     """
     from graphglue.bench import command  # loads torch's compiler and, for a plot, matplotlib
 
-    for option, path in (("--json", json), ("--plot", plot)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise typer.BadParameter(f"{path.absolute().parent} is no directory", param_hint=option)
+    _check_files(("--json", json), ("--plot", plot))
     with _refusing("bench"):
         settings = command.parsed(device.value, steps, buckets, only, peer or [], trace)
         report = command.run_and_write(settings, json, plot)
     command.show(report)
+    raise typer.Exit(1 if report.broken else 0)
 
 
 @app.command()
@@ -115,13 +110,9 @@ def audit(
     """
     from graphglue.audit import command
 
-    if json is not None and not json.absolute().parent.is_dir():
-        raise typer.BadParameter(f"{json.absolute().parent} is no directory", param_hint="--json")
-    try:
+    _check_files(("--json", json))
+    with _refusing("audit"):
         certificate = command.run(target, level.value, json)
-    except ConfigError as error:
-        typer.echo(f"graphglue audit: {error}", err=True)
-        raise typer.Exit(2) from error
     command.show(certificate)
     raise typer.Exit(0 if certificate.passed else 1)
 
@@ -149,9 +140,7 @@ def ladder(
     from graphglue.ladders import command, counts
     from graphglue.ladders.plot import check
 
-    for option, path in (("--json", json), ("--plot", plot)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise typer.BadParameter(f"{path.absolute().parent} is no directory", param_hint=option)
+    _check_files(("--json", json), ("--plot", plot))
     with _refusing("ladder"):
         if plot is not None:
             check(plot)
@@ -176,8 +165,7 @@ def report(
     """
     from graphglue.report import command
 
-    for option, path in (("--html", html), ("--png", png)):
-        _check_folder(option, path)
+    _check_files(("--html", html), ("--png", png))
     with _refusing("report"):
         command.run(files, html, png, None if budget is None else command.parsed_bytes(budget))
 
@@ -233,18 +221,25 @@ def doctor() -> None:
     Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH).print(table)
 
 
-def _check_folder(option: str, path: Path | None) -> None:
-    if path is not None and not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"{path.absolute().parent} is no directory", param_hint=option)
+def _check_files(*options: tuple[str, Path | None]) -> None:
+    """Refuse what can be no file to write, before anything is run."""
+    for option, path in options:
+        if path is not None and not path.absolute().parent.is_dir():
+            raise typer.BadParameter(f"{path.absolute().parent} is no directory", param_hint=option)
+        if path is not None and path.is_dir():
+            raise typer.BadParameter(f"{path} is a directory; expected the name of a file", param_hint=option)
 
 
 @contextmanager
 def _refusing(command: str) -> Iterator[None]:
-    """Say what can not be used, and exit with 2."""
+    """Say what can not be used or written, and exit with 2."""
     try:
         yield
-    except ConfigError as error:
-        typer.echo(f"graphglue {command}: {error}", err=True)
+    except BrokenPipeError:  # whoever reads has seen enough
+        raise
+    except (GraphGlueError, OSError) as error:
+        said = f"a file can not be written: {error}" if isinstance(error, OSError) else str(error)
+        typer.echo(f"graphglue {command}: {said}", err=True)
         raise typer.Exit(2) from error
 
 

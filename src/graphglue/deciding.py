@@ -14,7 +14,7 @@ from graphglue.core import trees
 from graphglue.core.batch import Batch, Mode, extents_of
 from graphglue.core.buckets import Bucket
 from graphglue.core.keys import Key
-from graphglue.core.routing import Decision, Reason, Route, StepFacts, route
+from graphglue.core.routing import Decision, PrepDecision, Reason, Route, StepFacts, route
 from graphglue.device.arena import Arena
 from graphglue.device.base import Reads
 from graphglue.forwards import Forwards
@@ -122,7 +122,19 @@ class Decider:
         decision = route(facts, preps, key, None if self._forwards.cache is None else self._forwards.cache.state(key))
         if decision.forward is Route.GRAPH and decision.prep is not Route.GLUE and key in self._capture.used_up:
             decision = replace(decision, forward=Route.EAGER, forward_reason=Reason.NO_FORWARD_GRAPH)
-        return decision
+        runs_eagerly = self._forwards.python is not None and decision.forward is Route.EAGER
+        return self._with_metadata(decision, key) if runs_eagerly and facts.idle else decision
+
+    def _with_metadata(self, decision: Decision, key: Key) -> Decision:
+        """Skip no prep that left nothing yet: an eager forward is handed its metadata, and would be handed None."""
+        empty = [unit for unit in self._units if not unit.cache.has_result(key)]
+        bare = [unit.name for unit in empty if decision.preps[unit.name].route is Route.SKIP]
+        if not bare:
+            return decision
+        run = PrepDecision(Route.EAGER, Reason.NOT_CAPTURED)
+        reason = decision.reason if decision.prep is Route.EAGER else run.reason
+        preps = {**decision.preps, **dict.fromkeys(bare, run)}
+        return replace(decision, prep=Route.EAGER, reason=reason, preps=preps)
 
     def lane_of(self, raw: Bucket, facts: StepFacts, decision: Decision) -> Lane:
         """Build the lane of a decision."""

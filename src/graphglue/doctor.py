@@ -84,6 +84,7 @@ def _on_gpu() -> str:
 _TAPE = 'device="cpu": the tape, for truth and not for speed'
 _TORCH_FILL = "the fill takes a torch operation or two for each slot, and a step several launches"
 
+_DRIVER = "the NVIDIA driver, for CUDA 12.1 or later"
 _BINDINGS = 'pip install "cuda-python>=12.8"'
 _KERNEL = "an NVRTC that knows the GPU: pip install -U nvidia-cuda-nvrtc"
 
@@ -92,12 +93,12 @@ _QUESTIONS = (
     _Question("torch", lambda: torch.__version__, "", ""),
     _Question("torch's CUDA", probe.torch_cuda, _TAPE, "a CUDA build of torch, from https://pytorch.org/get-started"),
     _Question("GPUs", lambda: "; ".join(probe.gpus()), _TAPE, "a GPU that CUDA_VISIBLE_DEVICES shows"),
-    _Question("driver", probe.driver, _TAPE, "the NVIDIA driver, for CUDA 12.1 or later"),
+    _Question("driver", probe.driver, _TAPE, _DRIVER),
     _Question("cuda-python", lambda: probe.version_of("cuda-python"), _TORCH_FILL, _BINDINGS),
     _Question("cuda-bindings", lambda: probe.version_of("cuda-bindings"), _TORCH_FILL, _BINDINGS),
     _Question("NVRTC", probe.nvrtc, _TORCH_FILL, "pip install nvidia-cuda-nvrtc"),
     _Question("fill kernel", probe.fill_kernel, _TORCH_FILL, _KERNEL),
-    _Question("kernel parameters", probe.host_payload, "", ""),
+    _Question("kernel parameters", probe.host_payload, _TAPE, _DRIVER),
     _Question("a step on the tape", lambda: _tried("cpu"), "", "report it: this should work everywhere"),
     _Question("a step on the GPU", _on_gpu, _TAPE, "what is missing above"),
     _Question("extra cli", lambda: _extra("typer", "rich"), "no command line", 'pip install "graphglue[cli]"'),

@@ -61,7 +61,7 @@ class RunnerCollector(Collector):
         for family in FAMILIES:
             metric = _empty(family)
             for name, seen in stats.items():
-                for labels, value in family.values(seen):
+                for labels, value in _summed(family.values(seen)).items():
                     metric.add_metric([name, str(seen["rank"]), *labels], value)
             yield metric
 
@@ -85,6 +85,14 @@ def export(runners: Mapping[str, HasStats], registry: CollectorRegistry = REGIST
 
 def _empty(family: _Family) -> CounterMetricFamily | GaugeMetricFamily:
     return family.kind(family.name, family.text, labels=("runner", "rank", *family.labels))
+
+
+def _summed(values: Values) -> dict[tuple[str, ...], float]:
+    """Make one series of those that are labelled alike, such as of variants that print the same: two fail a scrape."""
+    sums: dict[tuple[str, ...], float] = {}
+    for labels, value in values:
+        sums[labels] = sums.get(labels, 0) + value
+    return sums
 
 
 def _extents(bucket: Iterable[int] | None) -> str:
@@ -115,6 +123,11 @@ def _each(*path: str) -> Callable[[Stats], Values]:
         return [((str(name),), count) for name, count in (found or {}).items()]
 
     return values
+
+
+def _fallbacks(stats: Stats) -> Values:
+    # What follows a colon is the text of an error: stats() has it, and labels must stay few.
+    return [((why.partition(":")[0],), count) for why, count in stats["launch_fallbacks"].items()]
 
 
 def _shadow(stats: Stats) -> Values:
@@ -162,9 +175,7 @@ FAMILIES = (
     _Family(_C, "graphglue_real_tokens", "Real token rows of those steps.", _ROUTE, _routes("real_tokens")),
     _Family(_C, "graphglue_padded_tokens", "Padded token rows of those steps.", _ROUTE, _routes("padded_tokens")),
     _Family(_C, "graphglue_one_launch_steps", "Steps that were one launch.", (), _total("one_launch")),
-    _Family(
-        _C, "graphglue_launch_fallback_steps", "Glued steps of more launches.", ("why",), _each("launch_fallbacks")
-    ),
+    _Family(_C, "graphglue_launch_fallback_steps", "Glued steps of more launches.", ("why",), _fallbacks),
     _Family(_C, "graphglue_quarantines", "Keys sent to the eager fallback.", ("part",), _each("quarantines")),
     _Family(_C, "graphglue_shadow_samples", "Sampled steps that have a verdict.", ("verdict",), _shadow),
     _Family(_C, "graphglue_staged_steps", "Steps whose front ran ahead.", (), _staged("staged")),

@@ -6,12 +6,14 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from graphglue.capture import Capture
 from graphglue.core import trees
+from graphglue.core.differences import bytes_of
 from graphglue.core.keys import Key
 from graphglue.core.routing import Route, State, StepFacts
 from graphglue.device.arena import Arena
@@ -68,7 +70,8 @@ class Recheck:
         self._arena.device.enter_step()
         self._arena.fill_capture(key.bucket)
         for unit, view in zip(self._units, self._views.of(key)[0]):
-            if unit.cache.state(key) is State.CAPTURED and (how := self._prep_difference(unit, key, view)):
+            compare = partial(self._prep_difference, unit, key, view)
+            if unit.cache.state(key) is State.CAPTURED and (how := _told(compare)):
                 return unit, how
         return None
 
@@ -83,10 +86,7 @@ class Recheck:
 
     def _agreed(self, key: Key, fault: Callable[[], str | None]) -> bool:
         """Bring the ranks' findings together: a key with a fault anywhere is recorded anew everywhere."""
-        try:
-            why = fault()
-        except Exception as error:  # recording it anew says more
-            why = f"{type(error).__name__}: {error}"
+        why = _told(fault)
         if why is not None:
             logger.info("key %s is recorded anew: %s", tuple(key), why)
         return self._capture.together(why is None)
@@ -168,6 +168,14 @@ class Recheck:
             copy_into([self._tables[name] for name in self._effects], kept)
 
 
+def _told(fault: Callable[[], str | None]) -> str | None:
+    """Give a fault in words, an error too: a runner that can not compare wakes all the same, and its ranks with it."""
+    try:
+        return fault()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def _copied(tree: Any) -> Any:
     return trees.map_tensors(torch.clone, tree)
 
@@ -177,11 +185,6 @@ def _parting(seen: Any, expected: Any, but_floats: bool = False) -> str | None:
     for (name, one), (_, other) in zip(trees.named_leaves(seen), trees.named_leaves(expected)):
         if not isinstance(one, torch.Tensor) or (but_floats and one.is_floating_point()):
             continue
-        if not torch.equal(_bytes_of(one), _bytes_of(other)):
+        if not torch.equal(bytes_of(one), bytes_of(other)):
             return f"leaf {name!r} differs from an eager run"
     return None
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Give a tensor's bytes: NaN equals the same NaN there, and -0.0 is not 0.0."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

@@ -140,10 +140,11 @@ def chosen(record: FlightRecord, number: int | None) -> tuple[FlightStep, Flight
         ConfigError: no such step, or none whose sources were kept.
     """
     steps = [step for step in record.steps if number in (None, step.number)]
+    if not record.steps:
+        raise ConfigError("nothing to repeat in the record, which holds no steps: write it after some")
     if not steps:
         numbers = [step.number for step in record.steps]
-        held = f"steps {min(numbers)} to {max(numbers)}" if numbers else "no steps"
-        raise ConfigError(f"step {number} is not in the record, which holds {held}")
+        raise ConfigError(f"step {number} is not in the record, which holds steps {min(numbers)} to {max(numbers)}")
     kept = [step for step in steps if step.batch is not None]
     for step in [*(step for step in kept if step.raised is not None and number is not None), *reversed(kept)]:
         assert step.batch is not None

@@ -96,7 +96,9 @@ class Runner(Lifetime):
         self.space = agreed_space(space, checked_ranks(ranks), self.config.max_requests)
         self.arena = Arena(slots, self.space, device=device, num_ranks=1 if ranks is None else ranks.size)
         self._tables = Tables(tables or {}, self.arena.device.torch_device)
-        assembly.check_declarations(registrations, self.arena.slots, self._tables.tensors, self.config)
+        assembly.check_declarations(
+            registrations, self.arena.slots, self._tables.tensors, self.config, self.arena.max_rows
+        )
         hooks = hooks or CaptureHooks()
         preps_recorder, recorder = assembly.recorders(self.arena.device, hooks, recorder, self.config.staging)
         self._recorders, tensors = (preps_recorder, recorder), self._tables.tensors
@@ -341,7 +343,7 @@ class Runner(Lifetime):
                 raise ConfigError(f"table {name!r} is unknown; tables are {sorted(self._tables.names)}")
             tables = {**self._tables.tensors, name: self._tables.resolve(name, table)}
             if not self.asleep:  # else resume() looks at all tables, and drops keys if this one lies elsewhere
-                check_indices(self.arena.slots.values(), tables)
+                check_indices(self.arena.slots.values(), tables, self.arena.max_rows)
                 self._upkeep.drop()
             self._tables.bind(name, table)
             self._views.clear()

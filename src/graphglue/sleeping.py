@@ -21,7 +21,7 @@ from graphglue.capture import Capture
 from graphglue.core.keys import Key
 from graphglue.core.tables import Place, Tables, TableSource, check_indices
 from graphglue.device.arena import Arena
-from graphglue.errors import DivergenceError
+from graphglue.errors import DivergenceError, RankDisagreementError
 from graphglue.rechecking import Recheck
 from graphglue.stepping import Stepper
 from graphglue.units import Views
@@ -77,13 +77,14 @@ class Sleep:
 
         Raises:
             StaleTableError: a table is gone; nothing was changed.
+            RankDisagreementError: another rank could not record its keys.
         """
         found: dict[str, TableSource] = {}
 
         def look() -> Any:
             found.update(self._tables.current())
             resolved = {name: self._tables.resolve(name, source) for name, source in found.items()}
-            check_indices(self._arena.slots.values(), resolved)
+            check_indices(self._arena.slots.values(), resolved, self._arena.max_rows)
             return contents_lost, recapture, [tuple(key.bucket) for key in wanted]
 
         self._ready("resume", look)
@@ -91,10 +92,27 @@ class Sleep:
         if contents_lost:
             self._restore()
         with self._capture.draws.kept():
-            anew = self._make_right(wanted, recapture or bool(moved))
+            anew = self._make_right_together(wanted, recapture or bool(moved))
         self._pad_slots()
         self._arena.device.synchronize()
         logger.info("resumed: %d of %d keys recorded anew; tables that moved: %s", len(anew), len(wanted), moved)
+
+    def _make_right_together(self, wanted: Sequence[Key], recapture: bool) -> Sequence[Key]:
+        """Make keys right on all ranks, or have none wake: one that slept on would keep the others waiting."""
+        anew: Sequence[Key] = ()
+        refusal = None
+        try:
+            anew = self._make_right(wanted, recapture)
+        except Exception as error:  # a session of the engine's that failed when it ended
+            refusal = error
+        together = self._capture.together(refusal is None)
+        if refusal is not None:
+            raise refusal
+        if not together:
+            raise RankDisagreementError(
+                "resume: another rank could not record its keys anew, so all of them sleep on; its own error says why"
+            )
+        return anew
 
     def _make_right(self, wanted: Sequence[Key], recapture: bool) -> Sequence[Key]:
         """Record keys anew, those of all ranks or those that differ from eager runs; give them."""

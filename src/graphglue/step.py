@@ -20,6 +20,8 @@ from graphglue.errors import ConfigError, ContractError
 class Step:
     """Hold one step's results. Valid until the next replay of the same runner; metadata only until a step is staged.
 
+    Steps share the tensors: a view of one may be reshaped in place (``squeeze_``), and the tensor itself may not.
+
     Attributes:
         outputs: what the forward returned, narrowed to the real rows; None without a forward.
         metadata: what the prep returned, at the bucket's extent; by prep name where several run.

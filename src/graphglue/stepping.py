@@ -281,9 +281,10 @@ class Stepper:
                 result, changed = unit.cache.result(decision.key), None
             else:
                 result, changed = unit.run(decision.preps[unit.name].route, decision.key, view)
-            if unit.registration.publish is not None:
+            skipped = result is None and decision.preps[unit.name].route is Route.SKIP  # there is nothing to install
+            if unit.registration.publish is not None and not skipped:
                 self._publish(unit, result)
-            results.append(trees.rebuilt(result))
+            results.append(_lent(result))
             given.append(trees.without(results[-1], unit.declared.live, unit.name)[0])
             changes.append(changed)
         readable = decision.forward_reason in (None, Reason.NO_FORWARD_GRAPH)
@@ -296,7 +297,7 @@ class Stepper:
 
     def _publish(self, unit: Unit, result: Any) -> None:
         try:
-            unit.registration.publish(trees.rebuilt(result))  # type: ignore[misc]
+            unit.registration.publish(_lent(result))  # type: ignore[misc]
         except Exception as error:
             if not self.decider.bound:
                 raise
@@ -315,6 +316,11 @@ class Stepper:
 
     def _handed_out(self, tree: Any) -> Any:
         return trees.map_tensors(torch.clone, tree) if self._config.clone_outputs else tree
+
+
+def _lent(result: Any) -> Any:
+    """Give a result in containers and tensor objects of its own, which whoever holds it may reshape in place."""
+    return trees.map_tensors(torch.Tensor.detach, result)
 
 
 def _changed_alone(how: str) -> ContractError:

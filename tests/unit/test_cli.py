@@ -16,7 +16,7 @@ pytest.importorskip("typer", reason="needs the extra: pip install 'graphglue[cli
 pytest.importorskip("rich", reason="needs the extra: pip install 'graphglue[cli]'")
 from typer.testing import CliRunner
 
-from graphglue import demo
+from graphglue import bench, demo
 from graphglue.audit import Certificate, Verdict
 from graphglue.cli import app
 
@@ -54,6 +54,37 @@ def test_a_bad_trace_exits_with_2(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_is_refused_before_the_run(tmp_path: Path) -> None:
     ran = CliRunner().invoke(app, ["demo", "--json", str(tmp_path / "nowhere" / "demo.json")])
     assert ran.exit_code == 2
+
+
+WRITES = {
+    ("demo", "--json"): [], ("bench", "--json"): [], ("bench", "--plot"): [], ("audit", "--json"): ["no.such:factory"],
+    ("ladder", "--json"): ["--histogram", "no.json"], ("ladder", "--plot"): ["--histogram", "no.json"],
+    ("report", "--html"): ["no.json"], ("report", "--png"): ["no.json"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "option"), WRITES)
+def test_a_directory_is_no_file_to_write_and_is_refused_before_the_run(
+    command: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    ran = CliRunner().invoke(app, [command, *WRITES[command, option], option, str(tmp_path)])
+    assert ran.exit_code == 2
+    assert "is a directory; expected the name of a file" in ran.output
+    assert option in ran.output
+
+
+def test_a_section_of_the_benchmark_that_breaks_off_exits_with_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(settings: Any, section: Any) -> None:
+        raise OSError("no clock")
+
+    monkeypatch.setitem(bench.SECTIONS, "floor", ("what a replay costs", broken))
+    ran = CliRunner().invoke(app, ["bench", "--device", "cpu", "--steps", "1", "--only", "floor"])
+    assert (ran.exit_code, "no clock" in ran.output) == (1, True)
+    monkeypatch.setitem(bench.SECTIONS, "floor", ("what a replay costs", lambda settings, section: None))
+    assert CliRunner().invoke(app, ["bench", "--device", "cpu", "--steps", "1", "--only", "floor"]).exit_code == 0
 
 
 AUDITED = """

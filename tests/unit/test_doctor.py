@@ -89,5 +89,5 @@ def test_every_part_that_can_be_missing_says_what_helps() -> None:
 
     for question in doctor._QUESTIONS:
         finding = doctor._answered(question._replace(ask=absent))
-        always_there = question.part in ("python", "torch", "kernel parameters")
+        always_there = question.part in ("python", "torch")
         assert always_there or finding.advice, question.part

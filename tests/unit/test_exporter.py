@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("prometheus_client", reason="needs the extra: pip install 'graphglue[prometheus]'")
 from prometheus_client import CollectorRegistry, generate_latest
@@ -119,6 +120,43 @@ def test_two_runners_are_told_apart() -> None:
         if sample.name == "graphglue_steps_total"
     ]
     assert steps == [("target", 1)]
+
+
+def test_keys_that_are_labelled_alike_are_one_series() -> None:
+    """A scrape with one series twice is refused as a whole."""
+
+    class Odd:
+        def __repr__(self) -> str:
+            return "odd"
+
+    contract = gg.PrepContract(name="meta", reads={"x": 0}, outputs={"m": "request"}, modes={gg.Mode.DECODE})
+    registry = gg.Registry()
+    registry.register(contract)(lambda view: {"m": view.x + 1})
+    slots = [gg.Slot("x", axis="request", dtype=torch.int64, pad=0)]
+    variants = (Odd(), Odd())
+    runner = gg.Runner(slots=slots, ladder=[2], registry=registry, prep="meta", device="cpu", variants=variants)
+    runner.capture(progress=False)
+    for variant in variants:
+        runner.prepare(gg.Batch(1, {"x": [1]}, variant=variant))
+    samples = [sample for family in text_of(runner) for sample in family.samples]
+    series = [(sample.name, *sorted(sample.labels.items())) for sample in samples]
+    assert len(series) == len(set(series))
+    assert [sample.value for sample in samples if sample.name == "graphglue_key_steps_total"] == [2]
+
+
+def test_the_text_of_an_error_is_no_label() -> None:
+    stats = {
+        **make().stats(),
+        "launch_fallbacks": {"NVRTC is gone: at 0x7f": 2, "NVRTC is gone: at 0x80": 3, "other": 1},
+    }
+
+    class Counted:
+        def stats(self) -> dict[str, Any]:
+            return stats
+
+    samples = [sample for family in text_of(Counted()) for sample in family.samples]  # type: ignore[arg-type]
+    whys = {one.labels["why"]: one.value for one in samples if one.name == "graphglue_launch_fallback_steps_total"}
+    assert whys == {"NVRTC is gone": 5, "other": 1}
 
 
 def test_registering_asks_no_runner() -> None:

@@ -6,6 +6,8 @@ knows nothing but the batches' values.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -594,6 +596,21 @@ def test_what_can_not_be_seen_to_change_is_left_to_its_replay() -> None:
         assert staging(runner)["not_staged"] == {"unseen": 2}
 
 
+@pytest.mark.parametrize("left", [True, False])
+def test_sources_of_a_step_that_was_left_or_taken_are_held_by_nobody(left: bool) -> None:
+    with captured() as runner:
+        given = sources(3)
+        if left:
+            given["ids"] = runner.view(4).ids[:3]  # its own view: a change could not be seen
+        kept, step = weakref.ref(given["lens"]), Batch(3, given)
+        assert runner.stage(step) is not left
+        if not left:
+            assert runner.replay(step).decision.reason is Reason.STAGED
+        del given, step
+        gc.collect()
+        assert kept() is None
+
+
 def test_a_prep_without_a_contract_is_left_to_its_replay() -> None:
     """Nobody knows what it reads, so nobody could tell that a staged step is old."""
     hidden = pages()
@@ -705,6 +722,10 @@ def test_the_front_waits_for_the_last_forward_and_for_sources_and_tables_unless_
     untabled = {"tables": ()}
     with captured(untabled, prep=lambda view: {"m": view.lens * 2}, forward=None, tables={}) as runner:
         assert ask(runner) == (False, None, False)  # host sources only: nothing to wait for
+        loaded, there = TorchFill.loaded, torch.empty(3, device="meta")  # meta stands for the device
+        monkeypatch.setattr(TorchFill, "loaded", lambda fill: replace(loaded(fill), sources=(there,)))
+        assert ask(runner) == (False, None, True)  # what the caller queued may still be writing it
+        assert ask(runner, after=event) == (False, event, False)
 
 
 # The shadow check.

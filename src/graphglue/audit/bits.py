@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from graphglue.core.differences import bytes_of
+
 _MAX_ITEM_BYTES = 16  # complex128
 _WINDOW_BYTES = 2 * _MAX_ITEM_BYTES - 1  # whichever of its bytes differs, the whole element is inside
 _POSITION_BYTES = 8
@@ -82,7 +84,7 @@ class Comparison:
             return torch.cat([self._first_parting(pairs) for pairs in groups]).view(len(groups), RECORD_BYTES)
 
     def _first_parting(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        seen, expected = ([_bytes_of(tensor) for tensor in side] for side in zip(*pairs)) if pairs else ([], [])
+        seen, expected = ([bytes_of(tensor) for tensor in side] for side in zip(*pairs)) if pairs else ([], [])
         laid = [self._head, *seen, self._ends[0], self._head, *expected, self._ends[1]]
         both = torch.cat(laid).view(2, -1)
         # argmax gives the first of equal maxima.
@@ -110,12 +112,6 @@ def read_parting(record: torch.Tensor, shapes: Sequence[Shape]) -> Parting | Non
             return Parting(position, _unravel(element, shape.extents), seen, expected)
         begin = end
     return None
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # A single element counts as contiguous whatever its strides are, and keeps them in a view.
-    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def _element(window: list[int], byte: int, dtype: torch.dtype) -> Any:

@@ -173,7 +173,7 @@ class Certificate(_Plain):
 
     def write(self, path: Path | str) -> None:
         """Write as JSON."""
-        Path(path).write_text(self.model_dump_json(indent=2) + "\n")
+        Path(path).write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path | str) -> Certificate:
@@ -183,7 +183,7 @@ class Certificate(_Plain):
             ConfigError: no such file, or no certificate in it.
         """
         try:
-            return cls.model_validate_json(Path(path).read_text())
+            return cls.model_validate_json(Path(path).read_text(encoding="utf-8"))
         except (ValidationError, UnicodeDecodeError) as error:
             raise ConfigError(f"{str(path)!r} holds no certificate; write one with graphglue audit: {error}") from error
         except (OSError, ValueError) as error:  # such as a path that no file system takes

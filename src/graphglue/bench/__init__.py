@@ -18,7 +18,7 @@ import graphglue as gg
 from graphglue.bench import compositions, drafts, memory, ranks, scaling, segments, shadow, steps
 from graphglue.bench.breakable import load_breakable
 from graphglue.bench.peers import load_sglang
-from graphglue.bench.results import Report, Row, Section
+from graphglue.bench.results import BROKEN, Report, Row, Section
 from graphglue.bench.sections import BUCKETS, Settings
 from graphglue.bench.targets import targets_of
 from graphglue.device.base import open_device
@@ -138,7 +138,7 @@ def _run_section(settings: Settings, section: Section, measure: Callable[[Settin
         measure(settings, section)
     except Exception as error:  # what is measured already is worth keeping, and so is what comes next
         logger.exception("section %s of the benchmark broke off", section.name)
-        section.rows.append(Row("this section broke off", note=f"{type(error).__name__}: {error}"))
+        section.rows.append(Row(BROKEN, note=f"{type(error).__name__}: {error}"))
     section.seconds = time.perf_counter() - begin
     if not settings.on_gpu:
         section.notes.append(_TAPE_NOTE)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = 2
+BROKEN = "this section broke off"
 
 
 @dataclass
@@ -103,6 +104,11 @@ class Report:
         """Find a section that was run."""
         return next((section for section in self.sections if section.name == name), None)
 
+    @property
+    def broken(self) -> list[str]:
+        """Name the sections that broke off."""
+        return [section.name for section in self.sections if any(row.label == BROKEN for row in section.rows)]
+
     def rows(self, names: Iterable[str]) -> list[Row]:
         """Give the rows of several sections."""
         return [row for name in names if (section := self.section(name)) for row in section.rows]
@@ -113,4 +119,4 @@ class Report:
 
     def write_json(self, path: Path) -> None:
         """Write everything to a file."""
-        path.write_text(json.dumps(self.plain(), indent=1) + "\n")
+        path.write_text(json.dumps(self.plain(), indent=1) + "\n", encoding="utf-8")

@@ -81,6 +81,13 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return plain.view(_INTEGER_OF_BYTES[plain.element_size()])
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Show a tensor's bytes in a row, so that NaN equals the same NaN, and -0.0 is not 0.0. Sync: none."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # A single element counts as contiguous whatever its strides are, and keeps them in a view.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+
+
 def without_axis(tree: Any, axes: Mapping[str, Axis | str]) -> list[str]:
     """Name the tensors of a tree that no row axis was declared for: their real rows can't be told from pads."""
     return [name for name, leaf in trees.named_leaves(tree) if isinstance(leaf, torch.Tensor) and name not in axes]

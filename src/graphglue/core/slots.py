@@ -82,8 +82,6 @@ def widens(source: torch.dtype, target: torch.dtype) -> bool:
 
 def same_pad(one: PadValue, other: PadValue) -> bool:
     """Compare two pads by value; NaN equals NaN."""
-    if isinstance(one, Pad) or isinstance(other, Pad):
-        return one is other
     return one == other or (one != one and other != other)
 
 

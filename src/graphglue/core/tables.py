@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -73,7 +74,7 @@ class Tables:
 
     def resolve(self, name: str, source: TableSource) -> torch.Tensor:
         """Give the tensor behind a source, checked; nothing is taken in."""
-        tensor = source if isinstance(source, torch.Tensor) else _called(name, source)
+        tensor = _called(name, source)
         if tensor.device != self._device:
             raise ConfigError(f"table {name!r} is on {tensor.device}, expected {self._device}; move it first")
         return tensor
@@ -123,7 +124,7 @@ class Tables:
         if not self._callables and self._likeness.holds(*current) and [*map(_data_ptr, current)] == self._addresses:
             return
         for name, source in self._sources.items():
-            tensor = source if isinstance(source, torch.Tensor) else _called(name, source)
+            tensor = _called(name, source)
             if (place := Place.of(tensor)) != self._places[name]:
                 raise StaleTableError(
                     f"table {name!r} moved: graphs read {self._places[name]} since it was taken in, it is {place} now; "
@@ -139,8 +140,15 @@ def _called(name: str, source: Any) -> torch.Tensor:
     return tensor
 
 
-def check_indices(slots: Iterable[Slot], tables: Mapping[str, torch.Tensor]) -> None:
+def check_indices(
+    slots: Iterable[Slot], tables: Mapping[str, torch.Tensor], max_rows: Mapping[str, int] = MappingProxyType({})
+) -> None:
     """Check that what pads an index slot is a row of the table it indexes.
+
+    Args:
+        slots: all slots.
+        tables: name -> tensor.
+        max_rows: slot -> its rows in the largest bucket, for capture values that differ by row.
 
     Raises:
         ContractError: an unknown table, or a pad, idle or capture value beyond its rows.
@@ -154,8 +162,10 @@ def check_indices(slots: Iterable[Slot], tables: Mapping[str, torch.Tensor]) -> 
                 f"tables are {sorted(tables)}"
             )
         rows = tables[slot.index_of].shape[0] if tables[slot.index_of].dim() else 0
-        for what in ("pad", "idle", "capture"):
-            value = getattr(slot, what)
+        named = [(what, getattr(slot, what)) for what in ("pad", "idle", "capture")]
+        if callable(slot.capture):
+            named += [(f"capture({row})", slot.capture(row)) for row in range(max_rows.get(slot.name, 0))]
+        for what, value in named:
             if isinstance(value, (bool, int, float)) and not 0 <= value < rows:
                 raise ContractError(
                     f"slot {slot.name!r}: {what} {value} is no row of table {slot.index_of!r}, which has {rows}; "

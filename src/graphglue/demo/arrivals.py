@@ -29,6 +29,7 @@ COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 NUM_IDLE_AFTER_GAP = 6
 BURSTS = (2, 4, 8, 24, 32)
 SILENCES_S = (1.0, 30.0, 60.0)
+_MAX_DIGITS = 15  # of a length: floats hold such numbers exactly
 
 
 @dataclass(frozen=True)
@@ -94,16 +95,19 @@ def _seconds(text: str | None, place: str) -> float:
     whole, _, fraction = (text or "").strip().partition(".")
     try:
         moment = datetime.strptime(whole.replace("T", " "), "%Y-%m-%d %H:%M:%S").replace(tzinfo=timezone.utc)
-        return moment.timestamp() + (int(fraction) / 10 ** len(fraction) if fraction else 0.0)
+        if fraction and not fraction.isdecimal():
+            raise ValueError
+        return moment.timestamp() + float(f"0.{fraction}")
     except ValueError:
         example = "2023-11-16 18:17:03.9799600"
         raise ConfigError(f"{place}: TIMESTAMP is {text!r}, expected for example {example}") from None
 
 
 def _tokens(row: dict[str, str | None], column: str, place: str) -> int:
-    text = (row[column] or "").strip()
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"{place}: {column} is {row[column]!r}, expected a whole number of at least 1")
+    text = (row[column] or "").strip().lstrip("0")
+    if not (text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS):
+        expected = f"a whole number of at least 1, of {_MAX_DIGITS} digits at most"
+        raise ConfigError(f"{place}: {column} is {row[column]!r}, expected {expected}")
     return int(text)
 
 

@@ -56,6 +56,7 @@ class Arena:
             raise ConfigError(f"num_ranks={num_ranks!r}: expected a positive integer")
         self.space, self.num_ranks = space, num_ranks
         self.slots = _by_name(slots)
+        self.max_rows = {name: self._rows(slot, space.capacity) for name, slot in self.slots.items()}
         _check_computed(self.slots.values(), space.capacity)
         self.device: Device = open_device(device)
         with torch.inference_mode(False), torch.no_grad():
@@ -200,14 +201,13 @@ class Arena:
 
     def _allocate_all(self) -> tuple[dict[str, torch.Tensor], list[tuple[int, int]]]:
         """Cut our own slots from one block, and adopt the others; give the address ranges of all."""
-        shapes = {name: slot.shape(self._rows(slot, self.space.capacity)) for name, slot in self.slots.items()}
+        shapes = {name: slot.shape(self.max_rows[name]) for name, slot in self.slots.items()}
         sizes = {
             name: torch.Size(shape).numel() * self.slots[name].dtype.itemsize
             for name, shape in shapes.items()
             if self.slots[name].storage is None
         }
-        total = sum(_aligned(size) for size in sizes.values())
-        block = torch.empty(total, dtype=torch.uint8, device=self.device.torch_device)
+        block = torch.empty(sum(map(_aligned, sizes.values())), dtype=torch.uint8, device=self.device.torch_device)
         storage, offset = {}, 0
         for name, slot in self.slots.items():
             if slot.storage is not None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from graphglue.core.binding import Write
+from graphglue.core.differences import bytes_of
 from graphglue.core.slots import Slot
 from graphglue.device.base import Device, Fill, Launch, Loaded, ReadEvent, Reads, SeparateLaunches
 from graphglue.device.fill import fill_slots
@@ -60,7 +61,7 @@ def _value_of(source: Any) -> Any:
         return repr(source)
     if not source.is_cpu:
         return source.dtype, source.data_ptr()
-    return source.dtype, source.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return source.dtype, bytes_of(source).numpy().tobytes()
 
 
 class DoneEvent:

@@ -120,7 +120,7 @@ class FlightRecord(_Plain):
 
     def write(self, path: Path | str) -> None:
         """Write the record as JSON."""
-        Path(path).write_text(self.model_dump_json(indent=1) + "\n")
+        Path(path).write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path | str) -> FlightRecord:

@@ -17,6 +17,7 @@ from graphglue.config import RunnerConfig
 from graphglue.core import trees
 from graphglue.core.batch import Batch, Mode
 from graphglue.core.buckets import Bucket
+from graphglue.core.differences import bytes_of
 from graphglue.core.routing import Decision
 from graphglue.errors import ConfigError
 from graphglue.flight.record import FlightBatch, FlightSource
@@ -123,31 +124,40 @@ def digests(metadata: Any, outputs: Any) -> dict[str, str]:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    plain = tensor.detach().cpu()
     content = hashlib.sha256(f"{plain.dtype} {tuple(plain.shape)} ".encode())
-    content.update(_bytes_of(plain))
+    content.update(bytes_of(plain).numpy().tobytes())
     return content.hexdigest()[:16]
-
-
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
 def _copied(source: Any) -> Any:
     if isinstance(source, torch.Tensor):
-        return source.detach().to("cpu", copy=True) if source.layout is torch.strided else source
+        return _copied_tensor(source) if source.layout is torch.strided else source
     if isinstance(source, np.ndarray):
         return source.copy()
     return list(source) if isinstance(source, (list, tuple, range)) else source
 
 
+def _copied_tensor(source: torch.Tensor) -> torch.Tensor:
+    try:
+        return source.detach().to("cpu", copy=True)
+    except RuntimeError:  # it has no contents, or its device is beyond reading: that is for the step itself to say
+        return torch.empty(0, device="meta")
+
+
 def _spelled(source: Any) -> FlightSource:
+    try:
+        return _spelled_value(source)
+    except (ValueError, RecursionError):  # numbers of thousands of digits, a list that holds itself
+        return FlightSource(kind="unkept", value=f"a {type(source).__name__}")
+
+
+def _spelled_value(source: Any) -> FlightSource:
     if isinstance(source, np.ndarray) and source.dtype.kind in "biuf":
         bits = base64.b64encode(source.tobytes()).decode()
         return FlightSource(kind="array", dtype=source.dtype.str, shape=source.shape, bits=bits)
     if isinstance(source, torch.Tensor) and source.layout is torch.strided and source.device.type == "cpu":
-        plain = source.resolve_conj().resolve_neg().contiguous()
-        bits = base64.b64encode(_bytes_of(plain)).decode()
+        bits = base64.b64encode(bytes_of(source).numpy().tobytes()).decode()
         dtype = str(source.dtype).removeprefix("torch.")
         return FlightSource(kind="tensor", dtype=dtype, shape=tuple(source.shape), bits=bits)
     plain_value = source.item() if isinstance(source, np.generic) else source
@@ -167,18 +177,28 @@ def handed_in(source: FlightSource, slot: str) -> Any:
     """Give a source as it was handed in.
 
     Raises:
-        ConfigError: it could not be kept.
+        ConfigError: it could not be kept, or what was kept is not whole.
     """
-    if source.kind == "value":
-        return json.loads(source.value or "null")
-    if source.kind == "unkept" or source.dtype is None or source.shape is None or source.bits is None:
+    if source.kind == "unkept":
         raise ConfigError(f"the source of slot {slot!r} was {source.value}, which is not kept: repeat another step")
-    content = bytearray(base64.b64decode(source.bits))
+    try:
+        return json.loads(source.value or "null") if source.kind == "value" else _rows_of(source)
+    except (ValueError, TypeError, RuntimeError) as error:  # whatever numpy, torch and json say to what is not whole
+        raise ConfigError(
+            f"the source of slot {slot!r} is no {source.kind} of dtype {source.dtype} and shape {source.shape} in the "
+            f"record: {error}; it was changed since it was written"
+        ) from error
+
+
+def _rows_of(source: FlightSource) -> Any:
+    content = bytearray(base64.b64decode(source.bits or "", validate=True))
     if source.kind == "array":
-        return np.frombuffer(content, dtype=np.dtype(source.dtype)).reshape(source.shape)
-    dtype = getattr(torch, source.dtype)
+        return np.frombuffer(content, dtype=np.dtype(source.dtype)).reshape(source.shape or ())
+    dtype = getattr(torch, source.dtype or "", None)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError("torch has no such dtype")
     flat = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
-    return flat.view(dtype).reshape(source.shape)
+    return flat.view(dtype).reshape(source.shape or ())
 
 
 def batch_of(kept: FlightBatch, variants: Sequence[Any]) -> Batch:
@@ -189,11 +209,14 @@ def batch_of(kept: FlightBatch, variants: Sequence[Any]) -> Batch:
         variants: those of the runner that repeats it.
 
     Raises:
-        ConfigError: a variant that the runner does not have, or a source that could not be kept.
+        ConfigError: a variant that the runner does not have, a mode that there is not, or a source that could not be
+            kept.
     """
     named = {repr(variant): variant for variant in (None, *variants)}
     if kept.variant not in named:
         raise ConfigError(f"the step's variant is {kept.variant}; the runner has {sorted(named)}: pass variants=...")
+    if kept.mode not in (modes := [mode.value for mode in Mode]):
+        raise ConfigError(f"the step's mode is {kept.mode!r}; modes are {modes}: the record was changed")
     return Batch(
         kept.requests,
         {name: handed_in(source, name) for name, source in kept.sources.items()},

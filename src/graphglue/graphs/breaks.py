@@ -18,6 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from graphglue.core import trees
+from graphglue.core.differences import bytes_of
 from graphglue.errors import ContractError, DivergenceError, SegmentError
 from graphglue.graphs.ambient import Ambient, without_modes
 from graphglue.graphs.bridges import Bridges, Memory, addresses, allocated, check_plain, is_strided
@@ -232,15 +233,11 @@ class Break:
     def _watched(self, rows: int) -> Iterator[None]:
         """Compare the padded rows of row-aligned arguments before and after. Sync: the device."""
         tails = [(name, leaf[rows:]) for name, leaf in self._aligned()]
-        before = [_bits(tail).clone() for _, tail in tails]
+        before = [bytes_of(tail).clone() for _, tail in tails]
         yield
         for (name, tail), old in zip(tails, before):
-            if not torch.equal(_bits(tail), old):
+            if not torch.equal(bytes_of(tail), old):
                 raise DivergenceError(
                     f"{self} wrote past the {rows} real rows of its argument {name!r}, into rows up to {self.rows}; "
                     "let it write through the argument it is given, not through another view of that memory"
                 )
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

@@ -9,7 +9,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from graphglue.errors import ConfigError
 from graphglue.ladders.compare import FITTED, LadderReport, compare
 from graphglue.ladders.counts import Counted
 from graphglue.ladders.plot import draw
@@ -34,18 +33,11 @@ def run(counts: Counted, buckets: int, multiple: int, max_size: int | None, cost
 
 
 def write(report: LadderReport, json: Path | None, plot: Path | None) -> None:
-    """Write the files that were asked for.
-
-    Raises:
-        ConfigError: a file that can not be written.
-    """
-    try:
-        if json is not None:
-            report.write_json(json)
-        if plot is not None:
-            draw(report, plot)
-    except OSError as error:
-        raise ConfigError(f"{error.filename} can not be written: {error.strerror}") from error
+    """Write the files that were asked for."""
+    if json is not None:
+        report.write_json(json)
+    if plot is not None:
+        draw(report, plot)
 
 
 def show(report: LadderReport) -> None:

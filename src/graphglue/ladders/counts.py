@@ -128,6 +128,8 @@ def decode_histogram(rows: Sequence[TraceRow], step_ms: float, max_running: int 
         raise ConfigError(f"max_running={max_running}: expected at least 1")
     changes: Counter[int] = Counter()
     ends: list[int] = []
+    if rows and not math.isfinite(rows[-1].seconds * 1000 / step_ms):
+        raise ConfigError(f"step_ms={step_ms}: too many such steps in the trace's {rows[-1].seconds:g} s to be counted")
     for row in rows:
         begin, num_steps = math.ceil(row.seconds * 1000 / step_ms), row.generated_tokens - 1
         if num_steps == 0:

@@ -100,7 +100,7 @@ def _shares(title: str, counts: Mapping[str, int], steps: int) -> Table:
     table = _table(title, "", "share", "steps", "", text=2)
     for name, count in counts.items():
         share = count / steps if steps else 0.0
-        table.add_row(Text(name), Text("#" * round(share * _BAR), "cyan"), f"{count:,}", f"{share:.1%}")
+        table.add_row(Text(name), Text("#" * round(min(share, 1) * _BAR), "cyan"), f"{count:,}", f"{share:.1%}")
     return table
 
 
@@ -111,7 +111,7 @@ def _quarantines(summary: Summary) -> RenderableType:
     table = _table("quarantined now", "file", "key", "part", "cause", text=4)
     for held in summary.quarantined:
         for part, cause in held.key.causes.items():
-            table.add_row(Text(held.source), spelled_key(held), Text(part), Text(cause))
+            table.add_row(Text(held.source), Text(spelled_key(held)), Text(part), Text(cause))
     return table
 
 
@@ -121,7 +121,8 @@ def _keys(keys: tuple[Held, ...]) -> Table:
     for held in sorted(keys, key=_held_bytes, reverse=True)[:_MAX_KEYS]:
         key, memory = held.key, held.key.memory
         sizes = (spelled_bytes(size) for size in (memory.pool_bytes, memory.exec_bytes, memory.outputs_bytes))
-        table.add_row(Text(held.source), spelled_key(held), f"{key.steps:,}", f"{key.capture_seconds:.3f}", *sizes)
+        counts = (f"{key.steps:,}", f"{key.capture_seconds:.3f}")
+        table.add_row(Text(held.source), Text(spelled_key(held)), *counts, *sizes)
     return table
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from graphglue.artifacts import read_json
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class _Part(BaseModel):
@@ -21,51 +24,67 @@ class RouteStats(_Part):
     forward: str
     reason: str
     forward_reason: str | None
-    bucket: tuple[int, int, int] | None
-    steps: int
-    real_tokens: int
-    bucket_tokens: int
-    padded_tokens: int
+    bucket: tuple[Count, Count, Count] | None
+    steps: Count
+    real_tokens: Count
+    bucket_tokens: Count
+    padded_tokens: Count
 
 
 class KeyMemory(_Part):
     """What a key holds, in bytes; None where nobody counts it."""
 
-    pool_bytes: int
-    exec_bytes: int | None
-    outputs_bytes: int
-    freed_bytes: int
+    pool_bytes: Count
+    exec_bytes: Count | None
+    outputs_bytes: Count
+    freed_bytes: Count
 
 
 class KeyStats(_Part):
     """One key."""
 
     mode: str
-    bucket: tuple[int, int, int]
+    bucket: tuple[Count, Count, Count]
     variant: str
-    steps: int
+    steps: Count
     states: dict[str, str]
     causes: dict[str, str]
-    capture_seconds: float
+    capture_seconds: Seconds
     memory: KeyMemory
+
+
+class ShadowStats(_Part):
+    """Samples of the shadow check by verdict."""
+
+    sampled: Count
+    passed: Count
+    mismatched: Count
+    failed: Count
+
+
+class StagingStats(_Part):
+    """Staged steps, and those of them that were taken."""
+
+    staged: Count
+    staged_taken: Count
 
 
 class Stats(_Part):
     """What ``Runner.stats`` gives, as far as a report tells it."""
 
     version: Literal[1]
-    rank: int
-    num_ranks: int
-    steps: int
-    real_tokens: int
-    bucket_tokens: int
-    padded_tokens: int
-    one_launch: int
-    launch_fallbacks: dict[str, int]
+    rank: Count
+    num_ranks: Count
+    steps: Count
+    real_tokens: Count
+    bucket_tokens: Count
+    padded_tokens: Count
+    one_launch: Count
+    launch_fallbacks: dict[str, Count]
     routes: tuple[RouteStats, ...]
-    quarantines: dict[str, int]
-    shadow: dict[str, Any] | None
-    staging: dict[str, Any] | None
+    quarantines: dict[str, Count]
+    shadow: ShadowStats | None
+    staging: StagingStats | None
     keys: tuple[KeyStats, ...]
 
 

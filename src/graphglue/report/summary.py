@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from graphglue.report.reading import KeyStats, RouteStats, Stats
 
-_VERDICTS, _STAGED = ("sampled", "passed", "mismatched", "failed"), ("staged", "staged_taken")
-
 
 @dataclass(frozen=True, slots=True)
 class Rung:
@@ -100,8 +98,8 @@ def summarize(read: Mapping[str, Stats]) -> Summary:
         reasons=_counted((route.reason, route.steps) for route in routes),
         forward_reasons=_counted((route.forward_reason, route.steps) for route in routes if route.forward_reason),
         launch_fallbacks=_counted(one for stats in every for one in stats.launch_fallbacks.items()),
-        shadow=_counted(one for stats in every for one in _named(stats.shadow, _VERDICTS)),
-        staging=_counted(one for stats in every for one in _named(stats.staging, _STAGED)),
+        shadow=_counted(one for stats in every for one in (stats.shadow or ())),
+        staging=_counted(one for stats in every for one in (stats.staging or ())),
         quarantined=tuple(one for one in held if "quarantined" in one.key.states.values()),
         keys=held,
     )
@@ -142,7 +140,3 @@ def _counted(counts: Iterable[tuple[str, int]]) -> dict[str, int]:
     for name, count in counts:
         total[name] += count
     return dict(total.most_common())
-
-
-def _named(counts: Mapping[str, int] | None, names: Iterable[str]) -> list[tuple[str, int]]:
-    return [] if counts is None else [(name, counts[name]) for name in names if name in counts]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphglue import REPEAT_LAST, BindError, Slot
 from graphglue.core.binding import bind_source
@@ -127,6 +129,39 @@ def test_fill_copy_narrowed_floats_may_be_infinite_but_must_not_become_so() -> N
         bind(narrow, torch.tensor([1e30, 0.0, 0.0]))
 
 
+@pytest.mark.parametrize("wide", [2**63, 2**64 - 1])
+def test_narrowed_integers_are_compared_exactly(wide: int) -> None:
+    """As floats, 2**63 and the largest int64 are one number."""
+    for source in (torch.tensor([wide], dtype=torch.uint64), np.array([wide], dtype=np.uint64)):
+        with pytest.raises(BindError, match=rf"values from {wide} to {wide}; expected values that torch.int64 holds"):
+            bind(slot(accepts=torch.uint64), source, raw=1)
+    largest = torch.tensor([2**63 - 1], dtype=torch.uint64)
+    assert bind(slot(accepts=torch.uint64), largest, raw=1).source is largest
+
+
+def test_narrowed_floats_may_be_of_a_dtype_that_numpy_lacks() -> None:
+    narrow = slot(torch.float16, accepts=torch.bfloat16)
+    fits, beyond = (torch.tensor([number], dtype=torch.bfloat16) for number in (65280.0, 65536.0))
+    assert bind(narrow, fits, raw=1).source is fits
+    with pytest.raises(BindError, match=r"values that torch.float16 holds"):
+        bind(narrow, beyond, raw=1)
+
+
+def test_an_infinity_is_refused_where_the_dtype_has_none() -> None:
+    """Some 8-bit floats have none: it would become a NaN."""
+    narrow = slot(torch.float8_e4m3fn, accepts=torch.float32)
+    fits = torch.tensor([1.0, -448.0, float("nan")])
+    assert bind(narrow, fits).source is fits
+    with pytest.raises(BindError, match=r"an infinity; expected values that torch.float8_e4m3fn holds; it has no inf"):
+        bind(narrow, torch.tensor([1.0, float("inf"), 0.0]))
+    assert bind(slot(torch.float8_e5m2, accepts=torch.float32), torch.tensor([float("inf")]), raw=1).raw == 1
+
+
+def test_narrowed_sources_may_be_empty() -> None:
+    for source in (torch.empty(0, dtype=torch.int64), np.empty(0, dtype=np.int64)):
+        assert bind(slot(torch.int32, accepts=torch.int64), source, raw=0).raw == 0
+
+
 @pytest.mark.parametrize("rows", [0, 1, 2, 4, 8])
 def test_fill_copy_the_extent_is_exactly_raw(rows: int) -> None:
     for source in (torch.zeros(rows, dtype=torch.int64), np.zeros(rows, np.int64), [0] * rows):
@@ -190,6 +225,38 @@ def test_a_tensor_elsewhere_is_refused() -> None:
         bind(slot(), torch.empty(3, dtype=torch.int64, device="meta"))
 
 
+def test_a_tensor_on_the_cpu_or_on_the_slots_own_device_is_taken() -> None:
+    """Meta stands for a device: what lies there is not looked at, so a narrowed value that does not fit is not seen."""
+    host, there = torch.tensor([1, 2, 3]), torch.empty(3, dtype=torch.int64, device="meta")
+    narrow = slot(torch.int32, accepts=torch.int64)
+    for device in (torch.device("meta"), torch.device("cuda", 0)):
+        assert bind_source(slot(), host, 3, 8, device).source is host
+    assert bind_source(slot(), there, 3, 8, torch.device("meta")).source is there
+    assert bind_source(narrow, there, 3, 8, torch.device("meta")).source is there
+    with pytest.raises(BindError, match=r"a tensor on meta; expected one on cuda:0 or the CPU"):
+        bind_source(slot(), there, 3, 8, torch.device("cuda", 0))
+    with pytest.raises(BindError, match=r"values that torch.int32 holds"):
+        bind_source(narrow, host * 2**40, 3, 8, torch.device("meta"))
+
+
+def test_a_tensor_without_plain_contents_is_refused() -> None:
+    """Its memory holds something else than its values, and the fill copies memory."""
+    with FakeTensorMode():
+        fake = torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(BindError, match="a fake tensor, which has no contents; expected a real one"):
+        bind(slot(), fake)
+    negated = torch.tensor([1 + 2j]).conj().imag  # minus 2, kept as 2 and a bit that says so
+    assert negated.is_neg()
+    assert negated.is_contiguous()
+    with pytest.raises(BindError, match=r"negative bit; expected plain values in memory; call .resolve_neg\(\)"):
+        bind(slot(torch.float32), negated, raw=1)
+
+
+def test_a_masked_array_is_refused() -> None:
+    with pytest.raises(BindError, match=r"a masked array; expected a plain one; .* call .filled\(value\)"):
+        bind(slot(), np.ma.array([1, 2, 3], mask=[False, True, False]))
+
+
 def test_a_sparse_tensor_is_refused() -> None:
     with pytest.raises(BindError, match=r"layout torch.sparse_coo; expected a strided one; call .to_dense\(\)"):
         bind(slot(), torch.tensor([1, 0, 2]).to_sparse())
@@ -202,6 +269,27 @@ def test_a_number_stands_for_one_element(number: Any) -> None:
     assert bind(slot(axis="fixed", inner=(1, 1)), number).source == 5
     with pytest.raises(BindError, match=r"values of extent \(3,\); a number fits one element only"):
         bind(slot(), number, raw=3)
+
+
+class Pool(enum.IntEnum):
+    FIRST = 4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "kept"),
+    [
+        (torch.bool, True, True),
+        (torch.bool, np.bool_(False), False),
+        (torch.float32, 1.5, 1.5),
+        (torch.float32, np.float32(2.5), 2.5),
+        (torch.int64, Pool.FIRST, 4),
+        (torch.int64, np.uint8(7), 7),
+    ],
+)
+def test_a_number_is_kept_as_python_s_own(dtype: torch.dtype, given: Any, kept: Any) -> None:
+    source = bind(slot(dtype), given, raw=1).source
+    assert source == kept
+    assert type(source) is type(kept)
 
 
 @pytest.mark.parametrize(
@@ -229,5 +317,45 @@ def test_a_read_only_array_is_taken_without_a_warning(recwarn: pytest.WarningsRe
     assert not recwarn.list
 
 
+def test_single_rows_have_any_stride() -> None:
+    """Arrays of one row are contiguous whatever their strides say; torch takes no odd ones."""
+    backwards = np.arange(1, 9)[::-8]
+    inside = np.array([(1, 8)], dtype=[("small", np.int32), ("large", np.int64)])["large"]
+    assert (backwards.strides, inside.strides) == ((-64,), (12,))
+    for array in (backwards, inside):
+        assert array.flags.c_contiguous
+        assert bind(slot(), array, raw=1).source.tolist() == [8]
+
+
 def test_empty_lists_are_taken_where_no_rows_are_expected() -> None:
     assert bind(slot(inner=(0,)), [[], [], []]).source.shape == (3, 0)
+
+
+def test_a_number_s_write_says_head_tail_and_pad_too() -> None:
+    declared = slot(pad=7)
+    write = bind(declared, 5, raw=1)
+    assert (write.slot, write.source, write.raw, write.rows, write.pad) == (declared, 5, 1, 8, 7)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.uint64])
+@pytest.mark.parametrize("values", [[], [1, 2, 3]])
+def test_a_list_becomes_a_cpu_tensor_of_the_slot_s_dtype_whatever_the_default_device(
+    dtype: torch.dtype, values: list[int]
+) -> None:
+    with torch.device("meta"):
+        source = bind(slot(dtype), values, raw=len(values)).source
+    assert (source.dtype, source.device, source.tolist()) == (dtype, CPU, values)
+
+
+def test_a_list_beyond_int64_is_refused_where_the_slot_holds_no_more() -> None:
+    with pytest.raises(
+        BindError, match=r"values from 9223372036854775808 to .*; expected values that torch.int64 holds"
+    ):
+        bind(slot(), [2**63, 2**63 + 1], raw=2)
+
+
+def test_a_refused_number_is_shown() -> None:
+    with pytest.raises(BindError, match=r"the source is the number 1.5; expected a number of kind integer"):
+        bind(slot(), 1.5, raw=1)
+    with pytest.raises(BindError, match=r"the source is the number 5; expected values of extent \(3,\)"):
+        bind(slot(), 5)

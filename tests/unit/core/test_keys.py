@@ -6,6 +6,7 @@ import pytest
 
 from graphglue import Bucket, ConfigError, Key, Ladder, Mode
 from graphglue.core.keys import KeySpace
+from graphglue.ranks import Padding
 
 
 def space(*sizes: int, **more: object) -> KeySpace:
@@ -19,6 +20,9 @@ def test_meta_shape_requests_and_tokens_are_padded_together(width: int) -> None:
     assert keys.cover(Bucket(3, 3 * width, width)) == Bucket(4, 4 * width, width)
     assert keys.cover(Bucket(4, 4 * width, width)) == Bucket(4, 4 * width, width)
     assert keys.cover(Bucket(5, 5 * width, width)) is None
+    assert keys.cover(Bucket(0, 0, 0)) == Bucket(2, 2 * width, width)  # the dummy step of a rank without requests
+    captured = keys.keys()
+    assert {key.bucket for key in captured} == {Bucket(2, 2 * width, width), Bucket(4, 4 * width, width)}
 
 
 def test_an_idle_step_takes_the_smallest_bucket() -> None:
@@ -99,6 +103,12 @@ def test_repeated_variants_are_one() -> None:
 
 def test_a_key_shows_its_bucket() -> None:
     assert Key(Mode.DECODE, 4, 8, 2).bucket == Bucket(4, 8, 2)
+
+
+def test_a_key_is_spelt_for_people_in_messages() -> None:
+    assert f"{Key(Mode.DECODE, 4, 8, 2)}" == "decode bucket of 4 requests and 8 tokens"
+    ragged = Key(Mode.VERIFY, 4, 8, 0, Padding.SUM_LEN, "lora")
+    assert str(ragged) == "verify bucket of 4 requests and 8 tokens, ragged, sum_len, variant 'lora'"
 
 
 def test_the_raw_count_is_in_no_key() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import pytest
 
 from graphglue import Bucket, Key, Mode, PrepContract, Reason, Route, State
-from graphglue.core.routing import Decision, PrepFacts, StepFacts, route
+from graphglue.core.routing import TABLE, Decision, PrepFacts, StepFacts, route
 
 CONTRACT = PrepContract(name="p", modes={Mode.DECODE})
 PADDED = StepFacts(raw=Bucket(3, 3, 1), bucket=Bucket(4, 4, 1), mode=Mode.DECODE)
@@ -140,6 +141,35 @@ def test_of_equally_weak_preps_the_earlier_row_names_the_decision_in_any_order()
         assert decision.preps["a"].reason is Reason.NOT_CAPTURED
 
 
+# Preps that go eagerly in one and the same step, in the order of the page's rows. Row 7 has three reasons.
+UNDECLARED = replace(
+    PADDED, raw=Bucket(3, 10, 0), bucket=Bucket(4, 16, 0), mode=Mode.VERIFY, features=frozenset({"lora"}), ragged=True
+)
+ALL = {"modes": {Mode.VERIFY}, "features": frozenset({"lora"}), "ragged": True}
+IN_ORDER = [
+    (6, Reason.IDLE_EAGER, declared(**ALL)),
+    (7, Reason.NOT_HOST_FREE, declared(**ALL, idle="glue", host_free=False)),
+    (7, Reason.SWITCHED_OFF, replace(declared(**ALL, idle="glue"), glue="off")),
+    (8, Reason.MODE_NOT_DECLARED, declared(**{**ALL, "modes": {Mode.DECODE}}, idle="glue")),
+    (9, Reason.FEATURE_NOT_AUDITED, declared(**{**ALL, "features": frozenset()}, idle="glue")),
+    (10, Reason.RAGGED_NOT_DECLARED, declared(**{**ALL, "ragged": False}, idle="glue")),
+    (11, Reason.PADDING_NOT_DECLARED, declared(**ALL, idle="glue", padded=False)),
+    (12, Reason.NOT_CERTIFIED, replace(declared(**ALL, idle="glue"), certified=False)),
+    (13, Reason.QUARANTINED, replace(declared(**ALL, idle="glue"), state=State.QUARANTINED)),
+    (14, Reason.NOT_CAPTURED, replace(declared(**ALL, idle="glue"), state=State.WARM)),
+]
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_of_two_eager_preps_the_one_whose_row_comes_first_on_the_page_names_the_decision(idle: bool) -> None:
+    """Whatever the order of the preps. A step is idle or ragged, so not every row holds in both."""
+    step = replace(UNDECLARED, raw=Bucket(0, 0, 0), ragged=False) if idle else UNDECLARED
+    not_here = Reason.RAGGED_NOT_DECLARED if idle else Reason.IDLE_EAGER
+    for (first, reason, one), (later, _, other) in combinations([row for row in IN_ORDER if row[1] is not not_here], 2):
+        for preps in ({"a": one, "b": other}, {"b": other, "a": one}) if first < later else ({"a": one, "b": other},):
+            assert route(step, preps, KEY, None).reason is reason
+
+
 def test_the_weakest_of_several_preps_names_the_decision() -> None:
     preps = {"a": PREP, "b": declared(padded=False), "c": PREP}
     decision = route(PADDED, preps, KEY, State.CAPTURED)
@@ -168,7 +198,23 @@ def test_rows_3_and_4_run_at_exact_extents(step: StepFacts, exact: bool) -> None
     assert step.exact is exact
 
 
+# The rows of design.md section 6, by number.
+PAGE = {
+    1: "disabled", 2: "rank_veto", 3: "over_ladder", 4: "padding_disabled waste", 5: "idle_skipped", 6: "idle_eager",
+    7: "not_host_free no_contract switched_off", 8: "mode_not_declared", 9: "feature_not_audited",
+    10: "ragged_not_declared", 11: "padding_not_declared", 12: "not_certified", 13: "quarantined", 14: "not_captured",
+    15: "staged idle ragged padded unpadded",
+}  # fmt: skip
+
+
+def test_the_rows_have_the_numbers_of_the_page() -> None:
+    expected = [(number, Reason(reason)) for number, reasons in PAGE.items() for reason in reasons.split()]
+    assert [(row.number, row.reason) for row in TABLE] == expected
+    assert [row.number for row in TABLE if not row.admits] == [1, 2, 3, 4, 4]  # where the forward goes eagerly as well
+
+
 def test_reasons_and_routes_are_closed_enums() -> None:
+    """Their values are what counters, reports and the exporter say: the names, in small letters."""
     assert {route.value for route in Route} == {"glue", "graph", "eager", "skip"}
     assert {reason.name for reason in Reason} == {
         "DISABLED", "RANK_VETO", "OVER_LADDER", "PADDING_DISABLED", "WASTE", "IDLE_SKIPPED", "IDLE_EAGER",
@@ -177,3 +223,5 @@ def test_reasons_and_routes_are_closed_enums() -> None:
         "IDLE", "RAGGED", "PADDED", "UNPADDED", "NO_FORWARD_GRAPH", "FORWARD_QUARANTINED", "RAGGED_KEY",
         "AGREED_EAGER", "METADATA_CHANGED",
     }  # fmt: skip
+    assert {state.name for state in State} == {"COLD", "WARM", "CAPTURED", "QUARANTINED"}
+    assert all(word.value == word.name.lower() for words in (Route, Reason, State) for word in words)

@@ -120,6 +120,11 @@ def test_integers_widen_exactly_where_every_value_fits(source: torch.dtype, targ
     assert widens(source, target) is fits
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.complex64, *INTEGERS, *FLOATS])
+def test_every_dtype_widens_to_itself(dtype: torch.dtype) -> None:
+    assert widens(dtype, dtype)
+
+
 @pytest.mark.parametrize("source", FLOATS)
 @pytest.mark.parametrize("target", FLOATS)
 def test_floats_widen_exactly_where_every_value_fits(source: torch.dtype, target: torch.dtype) -> None:
@@ -127,6 +132,17 @@ def test_floats_widen_exactly_where_every_value_fits(source: torch.dtype, target
     # The edges of the exponent, of the mantissa, and the smallest normal number.
     edges = torch.tensor([info.max, info.tiny, 1 + info.eps], dtype=source)
     fits = torch.equal(edges.to(torch.float64), edges.to(target).to(torch.float64))
+    assert widens(source, target) is fits
+
+
+EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz]
+
+
+@pytest.mark.parametrize("source", EIGHT_BITS)
+@pytest.mark.parametrize("target", [*EIGHT_BITS, torch.float16, torch.bfloat16, torch.float32])
+def test_floats_of_8_bits_widen_exactly_where_every_value_fits(source: torch.dtype, target: torch.dtype) -> None:
+    every = torch.arange(256, dtype=torch.uint8).view(source).to(torch.float32)
+    fits = torch.allclose(every.to(target).to(torch.float32), every, rtol=0, atol=0, equal_nan=True)
     assert widens(source, target) is fits
 
 
@@ -172,3 +188,51 @@ def test_pads_are_compared_by_value(one: Any, other: Any, same: bool) -> None:
 def test_reserved_names_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"'{name}' is reserved on every view; rename the slot"):
         Slot(name, axis="request", dtype=torch.int64, pad=0)
+
+
+OVERLAPPING, SPARSE = torch.zeros(1, dtype=torch.int64).expand(4), torch.zeros(4, dtype=torch.int64).to_sparse()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"dtype": "int64"}, "slot 'x': dtype 'int64' is not usable; expected a bool, integer or floating torch.dtype"),
+        ({"dtype": np.dtype("int64")}, "a bool, integer or floating torch.dtype"),
+        ({"dtype": [torch.int64]}, "a bool, integer or floating torch.dtype"),
+        ({"dtype": torch.float8_e4m3fn, "pad": float("inf")}, "torch.float8_e4m3fn, which has no infinity"),
+        ({"row_dim": 1.0, "inner": (2,)}, "row_dim=1.0 is not usable; expected an integer"),
+        ({"row_dim": True, "inner": (2,)}, "row_dim=True is not usable; expected an integer"),
+        ({"row_dim": 2, "inner": (2,)}, "row_dim=2 is not usable; expected 0 to 1, the number of inner dimensions"),
+        ({"axis": "fixed", "row_dim": 1, "inner": (2,)}, "row_dim=1 is not usable; expected 0 to 0"),
+        ({"accepts": 5}, "accepts=5 is not usable; expected dtypes of the same kind as torch.int64"),
+        ({"accepts": (torch.int32, "int64")}, "accepts 'int64' is not usable"),
+        ({"accepts": ([torch.int32],)}, "accepts .* is not usable"),
+        ({"idle": lambda row: row}, "idle <function .* is not usable; expected a number of torch.int64"),
+        ({"valid": (1, 2, 3)}, "valid=.* is not usable; expected .low, high. with low <= high"),
+        ({"valid": (2, 1)}, "valid=.* is not usable"),
+        ({"valid": 5}, "valid=5 is not usable"),
+        ({"axis": "rank", "inner": (2,), "value": Computed.RANK_COUNTS}, "axis='rank' and no inner dimensions"),
+        ({"axis": "token", "value": Computed.RANK_COUNTS}, "axis='rank' and no inner dimensions"),
+        ({"storage": OVERLAPPING}, "storage that overlaps itself is not usable; .* pass .contiguous"),
+        ({"storage": SPARSE}, "storage Tensor is not usable; expected a strided torch.Tensor"),
+        ({"storage": [1, 2]}, "storage list is not usable"),
+    ],
+)
+def test_what_a_slot_refuses(more: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        slot(**more)
+
+
+@pytest.mark.parametrize("name", ["class", "None", "seq-lens", "", "_hidden", "9lives", None, ["lens"]])
+def test_names_that_no_view_could_have_are_refused(name: Any) -> None:
+    with pytest.raises(ConfigError, match=r"expected a public Python identifier, because preps read view.<name>"):
+        Slot(name, axis="request", dtype=torch.int64, pad=0)
+
+
+def test_what_a_slot_takes_that_looks_like_a_fault() -> None:
+    assert slot(dtype=torch.float32, pad=0.1).pad == 0.1  # rounded where it is written, as every float is
+    assert slot(valid=[0, 5]).valid == [0, 5]
+    assert slot(valid=(5, 5)).valid == (5, 5)
+    assert slot(storage=torch.zeros(1, dtype=torch.int64).expand(1)).storage is not None
+    one_row = torch.zeros(8, dtype=torch.int64).as_strided((1, 4), (0, 1))  # a stride that nothing steps by
+    assert slot(inner=(4,), storage=one_row).storage is one_row

@@ -32,7 +32,7 @@ def test_feature_guard_a_view_knows_bucket_mode_and_variant() -> None:
 
 @pytest.mark.parametrize("name", ["y", "t", "raw", "num_requests", "num_tokens"])
 def test_what_is_not_declared_is_refused(name: str) -> None:
-    said = rf"prep 'p' read '{name}', which it did not declare; declared are \['x'\]: add it to the contract"
+    said = rf"prep 'p' read '{name}', which it did not declare; declared are \['x'\]: correct the name, or declare it"
     with pytest.raises(ContractError, match=said):
         getattr(view(), name)
     with pytest.raises(ContractError, match=said):

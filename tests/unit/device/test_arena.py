@@ -123,7 +123,8 @@ def test_tail_stale_the_slots_that_are_reset_are_those_declared() -> None:
         "temperature": (torch.float32, 0.5),
         "loc": (torch.int16, 3),
     }
-    arena = Arena([slot(name, dtype=dtype, pad=pad) for name, (dtype, pad) in pads.items()], [8])
+    axes = {"positions": "token", "loc": "token"}
+    arena = Arena([slot(name, axes.get(name, "request"), dtype, pad) for name, (dtype, pad) in pads.items()], [8])
     arena.fill(Batch(8, {name: values((8,), dtype, start=90) for name, (dtype, _) in pads.items()}))
     view = arena.fill(Batch(3, {name: values((3,), dtype) for name, (dtype, _) in pads.items()}))
     assert {name: view[name][3:].tolist() for name in view} == {name: [pad] * 5 for name, (_, pad) in pads.items()}
@@ -368,13 +369,23 @@ def test_adopted_storage_is_filled_where_it_is() -> None:
     assert storage.tolist()[:4] == [7, 8, 9, 1]
 
 
-def test_over_cap_rows_around_an_adopted_slot_stay_as_they_are() -> None:
-    guarded = torch.full((20, 3), 55)
-    arena = Arena([slot(storage=guarded[4:12], pad=1, inner=(3,))], [2, 8])
+@pytest.mark.parametrize("branches", [1, 3])
+def test_over_cap_rows_around_an_adopted_slot_stay_as_they_are(branches: int) -> None:
+    """Every factor of an extent counts, as the branches of each request, up to the largest bucket; OVER-CAP-5."""
+    rows = 8 * branches
+    guarded = torch.full((4 + rows + 8, 3), 55)
+    slots = [slot(axis="token", storage=guarded[4 : 4 + rows], pad=1, inner=(3,))]
+    arena = Arena(slots, [2, 8], tokens_per_request=branches)
     for requests in (8, 3, 1, 0):
-        arena.fill(Batch(requests, {"x": values((requests, 3), torch.int64)} if requests else {}))
+        source = values((requests * branches, 3), torch.int64)
+        view = arena.fill(Batch(requests, {"x": source} if requests else {}, num_tokens=requests * branches))
+        assert view.x.tolist() == [*source.tolist(), *[[1] * 3] * (len(view.x) - len(source))]
+        assert len(view.x) == branches * (8 if requests > 2 else 2)
         assert (guarded[:4] == 55).all()
-        assert (guarded[12:] == 55).all()
+        assert (guarded[4 + rows :] == 55).all()
+    slots = [slot(axis="token", storage=guarded[4 : 3 + rows], pad=1, inner=(3,))]
+    with pytest.raises(ConfigError, match="but ladder size 8 needs"):
+        Arena(slots, [2, 8], tokens_per_request=branches)
 
 
 def test_a_small_bucket_leaves_rows_beyond_it_alone() -> None:

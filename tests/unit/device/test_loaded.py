@@ -70,6 +70,7 @@ def test_another_extent_and_a_missing_slot_are_other_steps(taken: Taken) -> None
     assert taken.loaded(without) != one
     assert taken.loaded(sources_of(2, 5, torch.clone), gg.Bucket(2, 2, 1)) != one
     assert taken.loaded({}, gg.Bucket(0, 0, 0)) != one
+    assert None not in (taken.loaded(without), taken.loaded({}, gg.Bucket(0, 0, 0)))  # they can be compared
     assert taken.loaded(sources) == one
 
 

@@ -323,6 +323,75 @@ def test_what_is_none_of_these_is_said_not_to_be_kept() -> None:
     assert Taken.of(3, False) is None
 
 
+def _in_itself() -> list[Any]:
+    own: list[Any] = []
+    own.append(own)
+    return own
+
+
+UNREADABLE = {
+    "no contents": lambda: torch.empty(3, device="meta", dtype=I64),
+    "thousands of digits": lambda: [10**5000, 1, 2],
+    "a list that holds itself": _in_itself,
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_source_that_can_not_be_kept_hides_neither_the_step_s_error_nor_the_record(name: str) -> None:
+    with recording() as runner:
+        runner.capture(progress=False)
+        runner.replay(step_of(3))
+        with pytest.raises(BindError, match="slot 'x'") as refused:
+            runner.replay(Batch(3, {"x": UNREADABLE[name](), "h": np.zeros(6, np.float32)}))
+        assert "step 1: " in refused.value.__notes__[0]
+        runner.replay(step_of(4))
+        steps = runner.flight_record().steps
+    assert [step.raised is None for step in steps] == [True, False, True]
+    assert steps[1].batch is not None
+    assert steps[1].batch.sources["x"].kind == "unkept"
+    assert steps[1].batch.sources["h"].kind == "array"
+
+
+CHANGES: list[tuple[str, dict[str, Any]]] = [
+    ("h", {"bits": "AAAA"}),
+    ("h", {"bits": "no base 64"}),
+    ("h", {"shape": [-1, 7]}),
+    ("h", {"dtype": "O"}),
+    ("h", {"dtype": "none such"}),
+    ("h", {"kind": "tensor", "dtype": "none_such"}),
+    ("h", {"kind": "tensor", "dtype": "nn"}),
+    ("h", {"kind": "tensor", "dtype": None}),
+    ("x", {"value": "[1, 2"}),
+]
+
+
+@pytest.mark.parametrize(("slot", "change"), CHANGES)
+def test_a_source_that_was_changed_since_is_refused_by_its_slot(
+    slot: str, change: dict[str, Any], tmp_path: Path
+) -> None:
+    recorded(tmp_path / "f.json", step_of(3))
+    record = json.loads((tmp_path / "f.json").read_text())
+    record["steps"][0]["batch"]["sources"][slot].update(change)
+    (tmp_path / "f.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match=f"the source of slot '{slot}' is no .*; it was changed since"):
+        repeat(tmp_path / "f.json", f"{HERE}:plain")
+
+
+def test_a_mode_that_there_is_not_is_refused(tmp_path: Path) -> None:
+    recorded(tmp_path / "f.json", step_of(3))
+    text = (tmp_path / "f.json").read_text().replace('"decode"', '"dream"')
+    (tmp_path / "f.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"mode is 'dream'; modes are \['decode'"):
+        repeat(tmp_path / "f.json", f"{HERE}:plain")
+
+
+def test_a_record_is_utf_8_whatever_the_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = FlightRecord(device="é漢")
+    monkeypatch.setattr("io.text_encoding", lambda encoding, level=2: encoding or "ascii")
+    record.write(tmp_path / "f.json")
+    assert FlightRecord.read(tmp_path / "f.json") == record
+
+
 # The command.
 
 

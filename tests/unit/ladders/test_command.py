@@ -107,7 +107,8 @@ H, T = ("--histogram", "h.json"), ("--trace", "t.csv")
         ((*H, "--cost-per-bucket", "-1"), "cost_per_bucket=-1.0: expected a number of padded rows from 0 up"),
         ((*H, "--max-size", "2000000000"), "every=8 up to 2000000000: expected at least 30518"),
         ((*H, "--plot", "out.txt"), "--plot out.txt: expected a name that ends in .png, .svg, .pdf"),
-        ((*H, "--json", "."), ". can not be written: Is a directory"),
+        ((*T, "--step-ms", "1e-308"), "step_ms=1e-308: too many such steps"),
+        ((*H, "--json", "/dev/full"), "a file can not be written: [Errno 28]"),
     ],
 )
 def test_what_can_not_be_used_exits_with_2_and_says_why(arguments: tuple[str, ...], said: str) -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -175,6 +176,28 @@ def test_an_engine_s_own_rule(rule: Any) -> None:
     assert planner.declaration()["rule"] != Planner([8]).declaration()["rule"]
 
 
+@pytest.mark.parametrize("rule", [lambda counts: MAX_LEN, lambda counts, mode: MAX_LEN])
+def test_an_engine_s_own_rule_is_asked_for_captured_buckets_too(rule: Any) -> None:
+    """With the counts that the bucket is captured with: those of the bucket, on every rank."""
+    asked: list[Any] = []
+
+    def noting(counts: tuple[int, ...], mode: gg.Mode) -> Padding:
+        asked.append((counts, mode))
+        return MAX_LEN
+
+    assert Planner([8]).captured_padding(gg.Bucket(8, 8, 1), DECODE, 3) is SUM_LEN  # what is asked for otherwise
+    assert Planner([8], rule=rule).captured_padding(gg.Bucket(8, 8, 1), DECODE, 3) is MAX_LEN
+    assert Planner([8], rule=noting).captured_meeting(gg.Bucket(4, 8, 2), VERIFY, 3) == Meeting(MAX_LEN, (8,) * 3, 24)
+    assert asked == [((8, 8, 8), VERIFY)]
+
+
+def test_a_planner_hands_its_options_to_the_cost_rule() -> None:
+    beyond = [RankFacts(1, 9, EXTEND), RankFacts(0, 0, EXTEND)]
+    assert Planner([8]).plan(beyond).padding is SUM_LEN
+    assert Planner([8], hybrid_state=True).plan(beyond).padding is MAX_LEN
+    assert Planner([8], max_len_only=True).plan(beyond).padding is MAX_LEN
+
+
 def test_where_a_rank_s_rows_begin() -> None:
     assert [Meeting(MAX_LEN, (4, 4, 4), 12).start(rank) for rank in range(3)] == [0, 4, 8]
     assert [Meeting(SUM_LEN, (4, 0, 2), 6).start(rank) for rank in range(3)] == [0, 4, 4]
@@ -246,7 +269,7 @@ def test_no_matrix_of_rows_is_refused(matrix: Any) -> None:
 
 
 def test_no_ranks_are_refused() -> None:
-    with pytest.raises(gg.RankDisagreementError, match="no ranks"):
+    with pytest.raises(gg.RankDisagreementError, match=r"^a plan of no ranks: expected the facts of at least one$"):
         Planner([4]).plan([])
 
 
@@ -258,11 +281,25 @@ def test_digests_are_compared_where_they_are_given() -> None:
         planner.plan(decode(1, digest=5) + decode(1) + decode(2, digest=6))
 
 
-def test_the_digest_tells_plans_apart_and_is_the_same_in_every_process() -> None:
-    planner = Planner([4, 8])
-    plans = [planner.plan(facts) for facts in (decode(3, 1), decode(1, 3), decode(3, 0), decode(5, 1), decode(9, 1))]
-    assert len({plan.digest for plan in plans}) == 4  # the first two are one plan
+def test_the_digest_tells_plans_apart() -> None:
+    """Plans have one digest if and only if they are equal, whatever it is that differs, and whoever planned."""
+    some = [*decode(0, 1, 3, 5, 9), RankFacts(2, 3, DECODE), RankFacts(3, 3, VERIFY), *extend(0, 3, 9)]
+    some += [RankFacts(1, 1, DECODE, vote=False), RankFacts.refusal(DECODE)]
+    planners = [
+        Planner([4, 8]), Planner([8, 16]), Planner([4, 8], rule=lambda counts: MAX_LEN),
+        Planner([4, 8], sum_len_tolerated=True), Planner([8, 16], sum_len_tolerated=True), Planner([4, 8], width=3),
+    ]  # fmt: skip
+    plans = [planner.plan(facts) for planner in planners for facts in product(some, some)]
     assert all(0 < plan.digest < 2**63 for plan in plans)
+    by_digest: dict[int, set[Any]] = {}
+    for plan in plans:
+        by_digest.setdefault(plan.digest, set()).add(plan)
+    assert all(len(equal) == 1 for equal in by_digest.values())
+    assert len(by_digest) == len({plan._replace(digest=0) for plan in plans})
+
+
+def test_the_digest_is_the_same_in_every_process() -> None:
+    here = Planner([4, 8]).plan(decode(3, 0)).digest
     script = (
         "from graphglue import Mode; from graphglue.ranks import Planner, RankFacts;"
         "print(Planner([4, 8]).plan([RankFacts(3, 3, Mode.DECODE), RankFacts(0, 0, Mode.DECODE)]).digest)"
@@ -271,7 +308,7 @@ def test_the_digest_tells_plans_apart_and_is_the_same_in_every_process() -> None
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
         command = [sys.executable, "-c", script]
         ran = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-        assert int(ran.stdout) == plans[2].digest
+        assert int(ran.stdout) == here
 
 
 def test_the_longest_prefix_of_any_rank() -> None:
@@ -308,6 +345,58 @@ def test_a_row_that_no_facts_have_is_refused(column: int, number: int) -> None:
 def test_a_matrix_that_is_not_on_the_host_is_refused() -> None:
     with pytest.raises(gg.RankDisagreementError, match="gather rows to the host"):
         Planner([1]).plan_encoded(torch.zeros(2, 14, dtype=torch.int64, device="meta"))
+
+
+def test_a_declaration_names_what_must_be_equal_on_all_ranks() -> None:
+    """The names and values are what an operator reads where two ranks were started differently."""
+    planner = Planner([3, 8], alignment=4, width=2, extend_ladder=[62], max_requests=5, row_bytes=7, rule=None)
+    assert planner.declaration() == {
+        "layout of the facts": "1",
+        "ladder": "[4, 8]",
+        "ladder of EXTEND": "[64]",
+        "alignment": "4",
+        "width": "2",
+        "max_requests": "5",
+        "sum_len_tolerated": "False",
+        "rule": repr(CostRule(row_bytes=7)),
+    }
+
+
+def test_a_planner_of_a_ladder_alone() -> None:
+    assert Planner([8, 16]).declaration() == {
+        "layout of the facts": "1",
+        "ladder": "[8, 16]",
+        "ladder of EXTEND": "[8, 16]",
+        "alignment": "1",
+        "width": "1",
+        "max_requests": "None",
+        "sum_len_tolerated": "False",
+        "rule": repr(CostRule(0, 16 * 1024 * 1024, False, False, False, False)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("option", "other", "name"),
+    [
+        ("alignment", 4, "alignment"),
+        ("width", 2, "width"),
+        ("max_requests", 5, "max_requests"),
+        ("sum_len_tolerated", True, "sum_len_tolerated"),
+        ("extend_ladder", [16], "ladder of EXTEND"),
+        ("ladder", [16], "ladder"),
+        *(
+            (option, other, "rule")
+            for option, other in {
+                "row_bytes": 1, "all_reduce_limit_bytes": 1, "all_to_all": True, "speculative": True,
+                "max_len_only": True, "hybrid_state": True, "rule": CostRule(row_bytes=1),
+            }.items()
+        ),
+    ],
+)  # fmt: skip
+def test_ranks_that_were_built_differently_declare_it(option: str, other: Any, name: str) -> None:
+    usual = {"ladder": [8], "extend_ladder": [8]}
+    one, another = Planner(**usual).declaration(), Planner(**{**usual, option: other}).declaration()  # type: ignore[arg-type]
+    assert {key for key in one if one[key] != another[key]} == {name}
 
 
 def one_way(counts: tuple[int, ...]) -> Padding:

@@ -87,6 +87,40 @@ def test_a_runner_that_ran_nothing_is_shown_too(tmp_path: Path, monkeypatch: pyt
     assert "no key is quarantined now; 0 were" in ran.output
 
 
+def test_names_are_no_markup_anywhere(stats: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a key, a route or a prep is called, in the terminal as on the page."""
+    odd = "[red]<i>\u00e9[/blue]"
+    key = {**stats["keys"][0], "variant": odd, "mode": odd, "states": {odd: "quarantined"}, "causes": {odd: odd}}
+    route = {**stats["routes"][0], "prep": odd, "forward": odd, "reason": odd, "forward_reason": odd}
+    changed = {**stats, "keys": [key], "routes": [route], "launch_fallbacks": {odd: 1}}
+    (tmp_path / f"{odd.replace('/', '')}.json").write_text(json.dumps(changed))
+    (path,) = tmp_path.glob("*.json")
+    ran = report(path, "--html", tmp_path / "r.html", "--budget", "0", columns=900, monkeypatch=monkeypatch)
+    assert ran.exit_code == 0, ran.output
+    for shown in (f"{odd} 8x8 variant {odd}", f"{odd} / {odd}"):
+        assert shown in ran.output, shown
+    tags = _Tags()
+    tags.feed((tmp_path / "r.html").read_text(encoding="utf-8"))
+    assert (tags.open, odd in " ".join(tags.text)) == ([], True)
+
+
+def test_counts_that_do_not_add_up_are_shown_as_they_are(
+    stats: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    routes = [{**route, "steps": 2**62} for route in stats["routes"]]
+    (tmp_path / "s.json").write_text(json.dumps({**stats, "routes": routes}))
+    ran = report(tmp_path / "s.json", "--html", tmp_path / "r.html", monkeypatch=monkeypatch)
+    assert ran.exit_code == 0, ran.output
+    assert f"{2**62:,}" in ran.output
+
+
+def test_a_file_from_an_editor_that_marks_utf_8_is_read(
+    stats: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "s.json").write_text(json.dumps(stats), encoding="utf-8-sig")
+    assert report(tmp_path / "s.json", monkeypatch=monkeypatch).exit_code == 0
+
+
 class _Tags(HTMLParser):
     """Check that what opens closes, and collect the text."""
 
@@ -165,6 +199,10 @@ def test_a_budget_that_is_no_size_is_refused(text: str) -> None:
         ({"version": 2}, "version"),
         ({"routes": 3}, "routes"),
         ({"keys": [{"mode": "decode"}]}, "keys.0.bucket"),
+        ({"steps": -1}, "steps"),
+        ({"real_tokens": 10**400}, "real_tokens"),
+        ({"shadow": {"sampled": "many"}}, "shadow.sampled"),
+        ({"staging": {"staged": 1.5}}, "staging.staged"),
         (None, "Invalid JSON"),
     ],
 )
@@ -176,6 +214,18 @@ def test_what_is_no_dump_is_refused(
     assert ran.exit_code == 2
     assert said in ran.output
     assert "json.dump(runner.stats(), file)" in ran.output
+
+
+@pytest.mark.parametrize("option", ["--html", "--png"])
+def test_a_disk_that_is_full_is_said_behind_the_report_and_without_a_traceback(
+    option: str, files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = Path("/dev/full")  # opens, and takes nothing
+    ran = report(files[0], option, full if full.exists() else files[0] / "no folder", monkeypatch=monkeypatch)
+    assert ran.exit_code == 2
+    assert not full.exists() or "graphglue report: a file can not be written: [Errno 28]" in ran.output
+    assert not full.exists() or "routes, prep / forward" in ran.output
+    assert isinstance(ran.exception, SystemExit)
 
 
 def test_a_file_or_folder_that_is_not_there_is_refused(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
