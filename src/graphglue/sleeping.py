@@ -89,8 +89,8 @@ class Sleep:
 
         self._ready("resume", look)
         moved = self._take_in(found)
-        if contents_lost:
-            self._restore()
+        if contents_lost and self._stepper.shadow is not None:
+            self._stepper.shadow.restore()
         with self._capture.draws.kept():
             anew = self._make_right_together(wanted, recapture or bool(moved))
         self._pad_slots()
@@ -139,22 +139,14 @@ class Sleep:
             )
             unit.cache.quarantine(key, error)
             self._capture.drop_launches([key])
-            self._stepper.forget()
 
     def _take_in(self, found: dict[str, TableSource]) -> list[str]:
         """Bind the tables as they are now; name those that lie elsewhere than they did."""
         for name, source in found.items():
             self._tables.bind(name, source)
         self._views.clear()
-        self._stepper.forget()
         places = self._tables.places
         return [name for name in found if places[name] != self._places.get(name)]
-
-    def _restore(self) -> None:
-        """Give memory of the library's own its contents back."""
-        self._pad_slots()
-        if self._stepper.shadow is not None:
-            self._stepper.shadow.restore()
 
     def _pad_slots(self) -> None:
         self._arena.device.enter_step()

@@ -117,7 +117,46 @@ def test_slots_are_padded_again() -> None:
     }  # fmt: skip
 
 
+def test_slots_are_padded_again_where_graphs_see_other_values_while_they_are_checked() -> None:
+    registry = gg.Registry()
+    registry.register(PrepContract(name="next", reads={"x": 0}, outputs={"y": "request"}, modes={Mode.DECODE}))(
+        lambda view: {"y": view.x + 1}
+    )
+    slots = [gg.Slot("x", axis="request", dtype=torch.int64, pad=0, capture=5)]
+    runner = Runner(slots=slots, ladder=[2, 4], registry=registry, prep="next")
+    runner.capture(progress=False)
+    runner.release()
+    runner.resume()
+    assert runner.view(4).x.tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("contents_lost", [True, False])
+def test_what_the_shadow_check_compares_with_is_made_anew_where_contents_were_lost(contents_lost: bool) -> None:
+    made = engine(config=gg.RunnerConfig(shadow=gg.Shadow(first=100)))
+    made.runner.release()
+    comparison = made.runner._stepper.shadow._comparison
+    if contents_lost:
+        for tensor in (comparison._head, comparison._window, *comparison._ends):
+            tensor.fill_(77)
+    made.runner.resume(contents_lost=contents_lost)
+    serves(made)
+    shadow = made.runner.stats()["shadow"]
+    assert (shadow["passed"], shadow["mismatched"], shadow["failed"]) == (len(COUNTS), 0, 0)
+    assert (made.runner._stepper.shadow._comparison is comparison) is not contents_lost
+
+
 # Tables.
+
+
+def test_a_table_that_moved_with_its_contents_is_read_where_it_is() -> None:
+    """Equal contents hide the move from every comparison, and the old memory is no longer written."""
+    kept = [table()]
+    made = engine(tables={"t": lambda: kept[0]}, t=kept[0])
+    made.runner.release()
+    kept[0] = made.t = table()
+    made.runner.resume(contents_lost=False, recapture=False)
+    made.t += 5
+    serves(made)
 
 
 def test_a_table_behind_a_callable_that_moved_is_found_and_keys_are_recorded_anew() -> None:

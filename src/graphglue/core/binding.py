@@ -110,7 +110,7 @@ def _from_array(slot: Slot, array: np.ndarray) -> torch.Tensor:
         _check_range(slot, array)
     # torch warns about arrays it could write through, and refuses odd strides of single rows; such copies are rare.
     plain = array.flags.writeable and all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
-    return torch.from_numpy(array if plain else np.array(array))
+    return _tensor_of(array if plain else np.array(array))
 
 
 def _from_list(slot: Slot, values: Iterable[Any]) -> torch.Tensor:
@@ -130,7 +130,12 @@ def _from_list(slot: Slot, values: Iterable[Any]) -> torch.Tensor:
         )
     if kind != "bool":
         _check_range(slot, array)
-    return torch.from_numpy(array).to(slot.dtype)
+    return _tensor_of(array).to(slot.dtype)
+
+
+def _tensor_of(array: np.ndarray) -> torch.Tensor:
+    # numpy makes large integers "unsigned long long", which is uint64 by a name that torch does not take.
+    return torch.from_numpy(array.view("u8") if array.dtype.char == "Q" else array)
 
 
 def _single(slot: Slot, number: Any, raw: int) -> Number:

@@ -75,9 +75,12 @@ def widens(source: torch.dtype, target: torch.dtype) -> bool:
     if kind == "integer":
         small, large = torch.iinfo(source), torch.iinfo(target)
         return large.min <= small.min and small.max <= large.max
-    # eps is the mantissa's width; tiny and max are the exponent's.
+    if target == torch.float8_e5m2fnuz:  # finfo gives it the mantissa of another format
+        return False
+    # Values lie as close as eps says at any size, and down to the smallest subnormal, which is tiny * eps.
     narrow, wide = torch.finfo(source), torch.finfo(target)
-    return wide.eps <= narrow.eps and wide.max >= narrow.max and wide.tiny <= narrow.tiny
+    as_close = wide.eps <= narrow.eps and wide.tiny * wide.eps <= narrow.tiny * narrow.eps
+    return as_close and wide.max >= narrow.max
 
 
 def same_pad(one: PadValue, other: PadValue) -> bool:

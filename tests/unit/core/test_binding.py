@@ -359,3 +359,11 @@ def test_a_refused_number_is_shown() -> None:
         bind(slot(), 1.5, raw=1)
     with pytest.raises(BindError, match=r"the source is the number 5; expected values of extent \(3,\)"):
         bind(slot(), 5)
+
+
+@pytest.mark.parametrize("spelt", [list, lambda values: np.array(values, np.ulonglong), np.asarray])
+def test_unsigned_integers_beyond_the_signed_ones_are_taken_however_numpy_calls_them(spelt: Any) -> None:
+    values = [2**63, 2**64 - 1, 2**63 + 5]
+    write = bind(slot(dtype=torch.uint64), spelt(values), raw=3)
+    assert write.source.dtype is torch.uint64
+    assert write.source.tolist() == values

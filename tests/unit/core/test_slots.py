@@ -135,7 +135,7 @@ def test_floats_widen_exactly_where_every_value_fits(source: torch.dtype, target
     assert widens(source, target) is fits
 
 
-EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz]
+EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
 
 
 @pytest.mark.parametrize("source", EIGHT_BITS)
