@@ -80,6 +80,7 @@ def test_a_section_of_the_benchmark_that_breaks_off_exits_with_1(
     def broken(settings: Any, section: Any) -> None:
         raise OSError("no clock")
 
+    monkeypatch.setenv("COLUMNS", "200")  # a note is not broken into lines
     monkeypatch.setitem(bench.SECTIONS, "floor", ("what a replay costs", broken))
     ran = CliRunner().invoke(app, ["bench", "--device", "cpu", "--steps", "1", "--only", "floor"])
     assert (ran.exit_code, "no clock" in ran.output) == (1, True)

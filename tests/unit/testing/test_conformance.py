@@ -188,7 +188,7 @@ def test_results_that_move_fail_padded_equals_eager() -> None:
             return step
 
     kept: list[Any] = []
-    fails("padded_equals_eager", small(right, Moving), "results of Key.* moved from")
+    fails("padded_equals_eager", small(right, Moving), "results of decode bucket of .* moved from")
 
 
 def test_batches_that_are_never_glued_fail_padded_equals_eager() -> None:
