@@ -104,3 +104,42 @@ class Engine:
             assert after == self.states(), f"step {start} left a generator elsewhere than its twin"
             decisions.append(step.decision)
         return decisions
+
+
+# What lies between two steps.
+
+
+def sleep(engine: Engine, **how: Any) -> None:
+    engine.runner.release(keep_keys=how.pop("keep_keys", True))
+    engine.runner.resume(**how)
+
+
+def fail_and_repair(engine: Engine) -> None:
+    engine.broken = 4
+    engine.runner.reset()
+    engine.captured()
+    assert engine.runner.maintain() == []
+    engine.broken = 0
+    assert [key.requests for key in engine.runner.maintain()] == [4]
+
+
+BETWEEN: dict[str, Callable[[Engine], Any]] = {
+    "reset and capture": lambda engine: (engine.runner.reset(), engine.captured()),
+    "a key that fails and is repaired": fail_and_repair,
+    "sleep with keys kept": lambda engine: sleep(engine, contents_lost=False),
+    "sleep with contents lost": lambda engine: sleep(engine, contents_lost=True),
+    "sleep without keys": lambda engine: sleep(engine, keep_keys=False),
+}
+
+
+def draws_nothing_between_steps(engine: Engine, between: Callable[[Engine], Any]) -> None:
+    """Let something happen between two steps, from which the generators, and the numbers drawn next, know nothing."""
+    first = engine.states()
+    engine.captured()
+    assert engine.states() == first, "the first capture drew"
+    engine.agree(STEPS[:4])
+    before = engine.states()
+    between(engine)
+    assert engine.states() == before, "what lies between drew"
+    decisions = engine.agree(STEPS[:2])
+    assert {(decision.prep, decision.forward) for decision in decisions} == {(gg.Route.GLUE, gg.Route.GRAPH)}

@@ -18,7 +18,7 @@ def read_json(kind: type[Model], path: Path | str, wanted: str, advice: str) -> 
     Args:
         kind: the model.
         path: the file.
-        wanted: what the file should be, for the message: "is not ..." or "is no ...".
+        wanted: how the file is not that, for the message: "is no ..." or "holds no ...".
         advice: how such a file is written.
 
     Raises:
@@ -26,9 +26,9 @@ def read_json(kind: type[Model], path: Path | str, wanted: str, advice: str) -> 
     """
     try:
         return kind.model_validate_json(Path(path).read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} can not be read: {error}") from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise ConfigError(f"{path} {wanted}: {where}: {first['msg']}; {advice}") from error
+    except (OSError, ValueError) as error:  # no text, or a path that no file system takes
+        raise ConfigError(f"{path} can not be read: {error}") from error

@@ -96,42 +96,35 @@ class Runner(Lifetime):
         self.space = agreed_space(space, checked_ranks(ranks), self.config.max_requests)
         self.arena = Arena(slots, self.space, device=device, num_ranks=1 if ranks is None else ranks.size)
         self._tables = Tables(tables or {}, self.arena.device.torch_device)
-        assembly.check_declarations(
-            registrations, self.arena.slots, self._tables.tensors, self.config, self.arena.max_rows
-        )
+        arena, tensors = self.arena, self._tables.tensors
+        assembly.check_declarations(registrations, arena.slots, tensors, self.config, arena.max_rows)
         hooks = hooks or CaptureHooks()
-        preps_recorder, recorder = assembly.recorders(self.arena.device, hooks, recorder, self.config.staging)
-        self._recorders, tensors = (preps_recorder, recorder), self._tables.tensors
-        self._units = [
-            assembly.build_unit(one, preps_recorder, self.config, self.arena, tensors) for one in registrations
-        ]
-        self._reads = assembly.read_events(self.arena.device, self._units) if self.config.events else None
+        preps_recorder, recorder = assembly.recorders(arena.device, hooks, recorder, self.config.staging)
+        self._recorders = (preps_recorder, recorder)
+        self._units = [assembly.build_unit(one, preps_recorder, self.config, arena, tensors) for one in registrations]
+        self._reads = assembly.read_events(arena.device, self._units) if self.config.events else None
         self._forward = forward and GlueGraphCache(forward, recorder=recorder, name="forward", segmented=True)
-        self._views = Views(self.arena, self._tables.tensors, self._units)
+        self._views = Views(arena, tensors, self._units)
         self._capture = Capture(
-            self.arena, self._units, self._forward, self._views, self._tables.tensors, recorder, hooks,
+            arena, self._units, self._forward, self._views, tensors, recorder, hooks,
             join=self._join, warmups=self.config.warmups, reads=self._reads,
         )  # fmt: skip
         self._stepper = Stepper(
-            self.arena, self._units, self._forward, forward, self._views, self._capture,
+            arena, self._units, self._forward, forward, self._views, self._capture,
             self._output_axes, self.config, self._join, self._reads,
         )  # fmt: skip
         self._decider = self._stepper.decider
-        self._staging, self._run = way_to_run(
-            self.config, self.arena, self._units, self._tables.tensors, self._capture, self._stepper
-        )
-        self._upkeep = Upkeep(self.arena, self._units, self._capture, self._stepper, self._staging, self._output_axes)
+        self._staging, self._run = way_to_run(self.config, arena, self._units, tensors, self._capture, self._stepper)
+        self._upkeep = Upkeep(arena, self._units, self._capture, self._stepper, self._staging, self._output_axes)
         self._turn = Turn()
         self._agreement = None if ranks is None else self._agree(ranks, registrations)
-        recheck = Recheck(
-            self.arena, self._units, self._tables.tensors, self._views, self._capture, self._stepper, self._join
-        )
+        recheck = Recheck(arena, self._units, tensors, self._views, self._capture, self._stepper, self._join)
         self._sleep = Sleep(
-            self.arena, self._tables, self._views, self._capture, self._stepper, self._upkeep, recheck, self._agreement
+            arena, self._tables, self._views, self._capture, self._stepper, self._upkeep, recheck, self._agreement
         )
         self._insight = Insight(self._stepper, self._staging, self._upkeep, self._units, ranks)
         if self.config.nvtx:
-            mark_ranges(self.arena.device, self._stepper, self._staging, self._agreement)
+            mark_ranges(arena.device, self._stepper, self._staging, self._agreement)
 
     def _agree(self, ranks: Any, registrations: Iterable[Registration]) -> Agreement:
         """Compare with the other ranks what their graphs must have in common, and let steps be agreed from then on."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 import graphglue as gg
 from graphglue import Route
-from tests.draws import LADDER, NOISES, STEPS, Engine
+from tests.draws import BETWEEN, LADDER, NOISES, STEPS, Engine, draws_nothing_between_steps
 
 DEFAULT = [name for name in NOISES if "generator" not in name]
 PASSED = [name for name in NOISES if "generator" in name]
@@ -62,40 +60,8 @@ def test_a_passed_generator_is_drawn_from_as_eager_code_does(noise: str, part: s
     torch.rand(3, device="cuda")  # the default generator has left its capture
 
 
-def _sleep(engine: Engine, **how: Any) -> None:
-    engine.runner.release(keep_keys=how.pop("keep_keys", True))
-    engine.runner.resume(**how)
-
-
-def _fail_and_repair(engine: Engine) -> None:
-    engine.broken = 4
-    engine.runner.reset()
-    engine.captured()
-    assert engine.runner.maintain() == []
-    engine.broken = 0
-    assert [key.requests for key in engine.runner.maintain()] == [4]
-
-
-BETWEEN: dict[str, Any] = {
-    "reset and capture": lambda engine: (engine.runner.reset(), engine.captured())[0],
-    "a key that fails and is repaired": _fail_and_repair,
-    "sleep with keys kept": lambda engine: _sleep(engine, contents_lost=False),
-    "sleep with contents lost": lambda engine: _sleep(engine, contents_lost=True),
-    "sleep without keys": lambda engine: _sleep(engine, keep_keys=False),
-}
-
-
 @pytest.mark.parametrize("part", ["prep", "forward"])
 @pytest.mark.parametrize("between", BETWEEN)
 def test_what_lies_between_two_steps_draws_no_number(between: str, part: str) -> None:
     """Warm-ups and checks draw, and put the generators back (STATE-CARRY-1)."""
-    engine = Engine(part, NOISES["dropout"], "cuda")
-    first = engine.states()
-    engine.captured()
-    assert engine.states() == first, "the first capture drew"
-    engine.agree(STEPS[:4])
-    before = engine.states()
-    BETWEEN[between](engine)
-    assert engine.states() == before, f"{between} drew"
-    decisions = engine.agree(STEPS[:2])
-    assert {(decision.prep, decision.forward) for decision in decisions} == {(Route.GLUE, Route.GRAPH)}
+    draws_nothing_between_steps(Engine(part, NOISES["dropout"], "cuda"), BETWEEN[between])

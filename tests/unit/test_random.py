@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ from graphglue import Batch, Reason, Route
 from graphglue.assembly import reached_generators
 from graphglue.audit import holdings
 from graphglue.graphs.draws import Draws
-from tests.draws import LADDER, NOISES, STEPS, Engine
+from tests.draws import BETWEEN, LADDER, NOISES, STEPS, Engine, draws_nothing_between_steps
 from tests.prefill import Prefill, batch, make_runner
 
 pytestmark = pytest.mark.usefixtures("frozen_imports")
@@ -63,20 +62,6 @@ def test_a_seed_repeats_all_and_no_two_steps_draw_the_same() -> None:
 # What lies between steps leaves the generators alone.
 
 
-def _fail_and_repair(engine: Engine) -> None:
-    engine.broken = 4
-    engine.runner.reset()
-    engine.captured()
-    assert engine.runner.maintain() == []
-    engine.broken = 0
-    assert [key.requests for key in engine.runner.maintain()] == [4]
-
-
-def _sleep(engine: Engine, **how: Any) -> None:
-    engine.runner.release(keep_keys=how.pop("keep_keys", True))
-    engine.runner.resume(**how)
-
-
 def _fail_all(engine: Engine) -> None:
     def raises(x: torch.Tensor, own: torch.Generator) -> torch.Tensor:
         raise LookupError(f"no plan for {noise(x, own)}")
@@ -91,30 +76,13 @@ def _fail_all(engine: Engine) -> None:
     engine.captured()
 
 
-BETWEEN: dict[str, Callable[[Engine], None]] = {
-    "reset and capture": lambda engine: (engine.runner.reset(), engine.captured())[0],
-    "a key that fails and is repaired": _fail_and_repair,
-    "a capture that fails": _fail_all,
-    "sleep with keys kept": lambda engine: _sleep(engine, contents_lost=False),
-    "sleep with contents lost": lambda engine: _sleep(engine, contents_lost=True),
-    "sleep without keys": lambda engine: _sleep(engine, keep_keys=False),
-}
-
-
 @pytest.mark.parametrize("part", ["prep", "forward"])
-@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("between", [*BETWEEN, "a capture that fails"])
 def test_what_lies_between_two_steps_draws_no_number(between: str, part: str) -> None:
     """A seeded service goes on as if nothing had been recorded anew (STATE-CARRY-1)."""
-    engine = Engine(part, NOISES["both generators"])
-    first = engine.states()
-    engine.captured()
-    assert engine.states() == first, "the first capture drew"
-    engine.agree(STEPS[:4])
-    before = engine.states()
-    BETWEEN[between](engine)
-    assert engine.states() == before, f"{between} drew"
-    decisions = engine.agree(STEPS[:2])
-    assert {(decision.prep, decision.forward) for decision in decisions} == {(Route.GLUE, Route.GRAPH)}
+    draws_nothing_between_steps(
+        Engine(part, NOISES["both generators"]), {**BETWEEN, "a capture that fails": _fail_all}[between]
+    )
 
 
 def test_without_keeping_them_a_capture_would_move_the_generators(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
+from graphglue.artifacts import read_json
 from graphglue.audit.source import UNREADABLE, Source
 from graphglue.core.contract import GENERIC, PrepContract
 from graphglue.core.keys import Key, KeySpace
@@ -182,12 +183,7 @@ class Certificate(_Plain):
         Raises:
             ConfigError: no such file, or no certificate in it.
         """
-        try:
-            return cls.model_validate_json(Path(path).read_text(encoding="utf-8"))
-        except (ValidationError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{str(path)!r} holds no certificate; write one with graphglue audit: {error}") from error
-        except (OSError, ValueError) as error:  # such as a path that no file system takes
-            raise ConfigError(f"certificate {str(path)!r} can not be read: {error}") from error
+        return read_json(cls, path, "holds no certificate", "write one with graphglue audit")
 
 
 def why_uncertified(path: Path | None, name: str, now: Audited, device: Device) -> str | None:

@@ -69,15 +69,9 @@ def run(
     dtype = torch.float64 if on_cpu else torch.bfloat16
     model = Transformer(ModelShape(), seed=seed, dtype=dtype, device=where)
     engine = Engine(
-        LIMITS,
-        model,
-        prep=prep,
-        unpadded=on_cpu,
-        fault=fault,
-        prefill_fault=prefill_fault,
-        seed=seed,
+        LIMITS, model, prep=prep, unpadded=on_cpu, fault=fault, prefill_fault=prefill_fault, seed=seed,
         on_finish=on_finish,
-    )
+    )  # fmt: skip
     with _one_thread():
         tally = engine.serve(served)
     return tally.result(

@@ -152,6 +152,7 @@ class Bridges:
         pad, given, tensor = self._pad, self._given, torch.Tensor
 
         def accept(fresh: Any) -> None:
+            """Take in what the break returned."""
             if (
                 not isinstance(fresh, tensor)
                 or fresh.shape != shape
