@@ -150,7 +150,7 @@ class Engine:
 def hooks_for(device: torch.device) -> gg.CaptureHooks | None:
     """Let both runners of an engine capture on one stream and into one pool; they never replay at the same time."""
     if device.type != "cuda":
-        return None
+        return gg.CaptureHooks(pool=object())
     return gg.CaptureHooks(pool=torch.cuda.graph_pool_handle(), stream=torch.cuda.Stream())
 
 

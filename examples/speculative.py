@@ -94,16 +94,20 @@ class Engine:
         self.runners = self._runners(target, small)
 
     def _runners(self, target: Transformer, small: Transformer) -> dict[str, gg.Runner]:
-        """Build the runners, the largest first: what the others capture finds room in its memory."""
+        """Build the runners in the order of a step, in which they are captured too.
+
+        In one memory pool a replay keeps what runners captured before it gave, and may overwrite what later ones gave:
+        the target reads the locations that "pages" found, and the draft has replayed in between.
+        """
         slots, whole, window = causal.slots("dsv4-verify"), self.caches[:2], self.caches[2:]
         preferred = speculative.successors(SHAPE.vocab, DRAFTED, self.device)
         verify, extend = partial(speculative.verify, target, whole), partial(speculative.extend, small, window)
         propose, enter = partial(speculative.draft, small, window, preferred), partial(speculative.enter_window, RING)
         return {
+            "pages": self._runner("kv-page-top-up", gg.Mode.VERIFY, BLOCK, top_up.slots(), enter),
+            "draft": self._runner("dsv4-draft", gg.Mode.DRAFT, DRAFTED, [*draft.slots(), LAST_TOKEN], propose),
             "verify": self._runner("dsv4-verify", gg.Mode.VERIFY, BLOCK, [*slots, KNOWN, PROPOSED], verify),
             "extend": self._runner("dsv4-draft-extend", gg.Mode.DRAFT_EXTEND, BLOCK, [*slots, INPUT_IDS], extend),
-            "draft": self._runner("dsv4-draft", gg.Mode.DRAFT, DRAFTED, [*draft.slots(), LAST_TOKEN], propose),
-            "pages": self._runner("kv-page-top-up", gg.Mode.VERIFY, BLOCK, top_up.slots(), enter),
         }
 
     def _tables(self) -> dict[str, torch.Tensor]:
@@ -163,7 +167,7 @@ def registry_of_preps() -> gg.Registry:
 def hooks_for(device: torch.device) -> gg.CaptureHooks | None:
     """Let all runners of an engine capture on one stream and into one pool; they never replay at the same time."""
     if device.type != "cuda":
-        return None
+        return gg.CaptureHooks(pool=object())
     return gg.CaptureHooks(pool=torch.cuda.graph_pool_handle(), stream=torch.cuda.Stream())
 
 

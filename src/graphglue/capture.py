@@ -43,6 +43,8 @@ class CaptureHooks:
             memory while they are recorded, so give costly ones a ``stub``.
         key: ``key(key)`` gives a context manager around the recording of each key.
         pool: the engine's own memory pool. Once its last graph is gone torch takes it no more, and a new one is used.
+            Capture the runners of one pool in the order in which they replay in a step, if one reads what another gave
+            (``Step``). On the CPU any hashable object is a pool, and what a GPU may overwrite always is.
         stream: the engine's own capture stream.
         barrier: called before each eager break runs while a forward is recorded in segments, so that ranks meet.
     """

@@ -20,6 +20,10 @@ from graphglue.errors import ConfigError, ContractError
 class Step:
     """Hold one step's results. Valid until the next replay of the same runner; metadata only until a step is staged.
 
+    Runners of one memory pool (``CaptureHooks(pool=)``) lie on top of each other: a replay keeps the results of runners
+    captured before its own, and may overwrite those of runners captured after it. ``RunnerConfig(clone_outputs=True)``
+    gives copies that nobody overwrites.
+
     Steps share the tensors: a view of one may be reshaped in place (``squeeze_``), and the tensor itself may not.
 
     Attributes:

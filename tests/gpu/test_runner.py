@@ -22,6 +22,7 @@ from graphglue import (
     Batch,
     BindError,
     CapacityError,
+    CaptureHooks,
     GraphGlueError,
     Key,
     Mode,
@@ -596,6 +597,27 @@ def test_pool_alias_two_runners_replay_a_b_a() -> None:
         one.right(3, number)
         other.right(13, number + 1)
         one.right(16, number + 2)
+
+
+def test_pool_alias_what_a_runner_gave_outlives_replays_of_those_captured_later() -> None:
+    """Three runners in one pool, captured in the order of a step, each reading what the one before gave."""
+    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+
+    def wide(view: Any, metadata: Any) -> Any:  # makes and frees memory that later captures find
+        large = metadata["positions"][:, None].expand(-1, 1 << 16).contiguous() * 2
+        return {**model(view, metadata), "large": large.sum(1)}
+
+    chain = [captured(forward=wide, hooks=CaptureHooks(pool=pool, stream=stream)) for _ in range(3)]
+    for number, requests in enumerate((3, 16, 5, 1, 9)):
+        keep_busy(BUSY_CYCLES // 10)
+        steps, sources = [], as_arrays(draw(requests, number))
+        for engine in chain:
+            steps.append(engine.runner.replay(Batch(requests, sources)))
+            sources = {**sources, "ids": steps[-1].outputs["mixed"]}
+        results, handed = [cloned(step) for step in steps], draw(requests, number)
+        for engine, step, (metadata, outputs) in zip(chain, steps, results, strict=True):
+            assert_results(metadata, outputs, handed, step.decision.bucket.requests, engine.t, meta, wide)
+            handed = {**handed, "ids": outputs["mixed"].tolist()}
 
 
 def test_pool_alias_buckets_replay_in_any_order() -> None:

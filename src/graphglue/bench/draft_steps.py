@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -27,10 +27,12 @@ PREP_EAGER, PREP_GLUED = "draft prep alone, eager", "draft prep alone, its glue 
 EAGER = "draft step: fill kernel, eager prep, forward graph"
 GLUED = "draft step: fill kernel, glue graph, forward graph"
 ONE = "draft step: one launch of fill, glue and forward"
+COMPILED = "draft step: one launch of fill, compiled glue and forward"
 BARE, AGAIN = "draft step: one launch of fill and forward, no glue", "the same again, no glue (A/A)"
-GROUPS = ((BARE, ONE, AGAIN), (FLOOR, PREP_EAGER, PREP_GLUED, EAGER, GLUED))  # timed in turn with each other
+GROUPS = ((BARE, ONE, COMPILED, AGAIN), (FLOOR, PREP_EAGER, PREP_GLUED, EAGER, GLUED))  # timed in turn with each other
 BUCKET, RAW, BLOCK = 16, 13, 3
 _NUM_SOURCES, _CHUNK = 8, 100
+_COMPILED = draft.CONTRACT.model_copy(update={"compile": True})
 _CONFIG_EAGER = gg.RunnerConfig(glue={draft.CONTRACT.name: "off"})
 
 
@@ -71,11 +73,14 @@ class DraftWork:
 
     @contextmanager
     def runner(
-        self, config: gg.RunnerConfig | None = None, device: Callable[[Device], Any] | None = None
+        self,
+        config: gg.RunnerConfig | None = None,
+        device: Callable[[Device], Any] | None = None,
+        contract: gg.PrepContract = draft.CONTRACT,
     ) -> Iterator[gg.Runner]:
         """Build and capture a runner; ``device`` stands something in front of its device."""
         registry = gg.Registry()
-        registry.register(draft.CONTRACT)(self.prep)
+        registry.register(contract)(self.prep)
         with gg.Runner(
             slots=self.slots, ladder=[BUCKET], prep=draft.CONTRACT.name, registry=registry, tables=self.tables,
             forward=self.forward, device=self.device, tokens_per_request=BLOCK, config=config,
@@ -123,12 +128,17 @@ def contenders(work: DraftWork, gauge: Gauge) -> Iterator[dict[str, Step]]:
     """Give what is timed, by label; what has the step's metadata is held against the eager prep first."""
     with (
         work.runner() as one, work.runner(_CONFIG_EAGER) as eager, work.runner(device=WithoutPreps) as bare,
-        work.runner(device=lambda device: OneByOne(device, torch_fill=False)) as glued,
+        work.runner(device=WithoutPreps) as again,  # another runner: the first one's caches would be warm
+        work.runner(device=lambda device: OneByOne(device, torch_fill=False)) as glued, ExitStack() as more,
     ):  # fmt: skip
         steps = {label: stepping(runner, work) for label, runner in ((ONE, one), (EAGER, eager), (GLUED, glued))}
+        if work.device.type == "cuda":  # the tape records a prep as it is
+            compiled = more.enter_context(work.runner(contract=_COMPILED))
+            if not compiled.stats()["compile_fallbacks"]:
+                steps[COMPILED] = stepping(compiled, work)
         for label, step in steps.items():
             check(label, step, work, gauge.synchronize)
-        steps[BARE] = steps[AGAIN] = stepping(bare, work)
+        steps[BARE], steps[AGAIN] = stepping(bare, work), stepping(again, work)
         view = one.view(BUCKET)
         prep, forward = _recorded(work, view)
         steps[FLOOR], steps[PREP_GLUED] = bare_replay(forward), bare_replay(prep)
@@ -164,13 +174,15 @@ def measure(device: torch.device, rounds: int, seconds: float, meet: Callable[[]
     """
     gauge, found = Gauge(device), {}
     with contenders(DraftWork(device), gauge) as steps:
-        for label in itertools.chain(*GROUPS):
+        for step in steps.values():
             for _ in range(5):
-                steps[label]()
+                step()
         gauge.synchronize()
         meet()
         for group in GROUPS:
-            for label, sample in _timed({name: steps[name] for name in group}, rounds, seconds, gauge).items():
+            for label, sample in _timed(
+                {name: steps[name] for name in group if name in steps}, rounds, seconds, gauge
+            ).items():
                 found[label] = [sample.median_us, sample.p99_us, len(sample.times_us)]
     return found
 

@@ -24,13 +24,25 @@ from typing import Any
 import torch
 
 from graphglue.bench import draft_steps
-from graphglue.bench.draft_steps import AGAIN, BARE, BUCKET, EAGER, FLOOR, GLUED, ONE, PREP_EAGER, PREP_GLUED, RAW
+from graphglue.bench.draft_steps import (
+    AGAIN,
+    BARE,
+    BUCKET,
+    COMPILED,
+    EAGER,
+    FLOOR,
+    GLUED,
+    ONE,
+    PREP_EAGER,
+    PREP_GLUED,
+    RAW,
+)
 from graphglue.bench.results import Row, Section
 from graphglue.bench.sections import Settings
 
 NUM_PROCESSES = 8
 GLUE_US = "glue_us"
-_LABELS = (FLOOR, PREP_EAGER, PREP_GLUED, EAGER, GLUED, ONE, BARE, AGAIN)
+_LABELS = (FLOOR, PREP_EAGER, PREP_GLUED, EAGER, GLUED, ONE, COMPILED, BARE, AGAIN)
 _TIMED_SECONDS = 6.0  # of each group of contenders in a process
 _SECONDS = {"cpu": 150.0, "cuda": 90.0}  # of all, their start included
 
@@ -44,6 +56,8 @@ def run_drafts(settings: Settings, section: Section) -> None:
         return
     times = measure(settings.device, NUM_PROCESSES if settings.on_gpu else 2, min(1000, settings.steps))
     section.rows += rows_of(times)
+    if section.find(COMPILED) is None:
+        section.notes.append(f"not timed, because the draft prep does not compile here: {COMPILED}")
     section.notes.append(
         f"{len(times)} processes at once on one device, {os.cpu_count()} processors; host us and p99 are medians over "
         "the processes, worst_us the largest median of one; in the leading engine, on 16 ranks, the draft prep took "
@@ -54,7 +68,7 @@ def run_drafts(settings: Settings, section: Section) -> None:
 def rows_of(times: Sequence[Times]) -> list[Row]:
     """Give a row for each contender, over all processes."""
     rows = []
-    for label in _LABELS:
+    for label in (label for label in _LABELS if all(label in one for one in times)):
         medians, p99s, steps = zip(*(one[label] for one in times), strict=True)
         row = Row(label, BUCKET, RAW, 0, int(min(steps)), median(medians), median(p99s))
         row.floor_us, row.floor_p99_us = (median(one[FLOOR][place] for one in times) for place in (0, 1))
@@ -62,7 +76,9 @@ def rows_of(times: Sequence[Times]) -> list[Row]:
         row.values = {"worst_us": max(medians), "worst_p99_us": max(p99s)}
         rows.append(row)
     found = {row.label: row for row in rows}
-    found[ONE].values |= _beyond(times, ONE, GLUE_US)
+    for label in (ONE, COMPILED):
+        if label in found:
+            found[label].values |= _beyond(times, label, GLUE_US)
     found[AGAIN].values |= _beyond(times, AGAIN, "noise_us")
     return rows
 

@@ -107,13 +107,12 @@ class CpuDevice:
         self.torch_device = torch.device("cpu")
 
     def recorder(self, stream: Any = None, pool: Any = None) -> Recorder:
-        """Build a tape; it has neither streams nor pools."""
-        return Tape()
+        """Build a tape, on the engine's memory pool if given; it has no streams."""
+        return Tape(pool)
 
     def recorders(self, stream: Any = None, pool: Any = None) -> tuple[Recorder, Recorder]:
-        """Build one tape for both: every recording of it has memory of its own."""
-        tape = self.recorder(stream, pool)
-        return tape, tape
+        """Build two tapes: one with a pool of its own, one with the engine's if given."""
+        return self.recorder(), self.recorder(pool=pool)
 
     def enter_step(self) -> None:
         """Do nothing: the CPU runs one step after the other."""

@@ -12,7 +12,7 @@ Memory that was not computed yet reads as NaN, or as a large integer: a value us
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from graphglue.errors import CaptureError, ClosedError, DivergenceError, StaleTableError
 from graphglue.graphs import collectives, guard, memory, session
+from graphglue.graphs.tape_pool import TapePool, Tenant, poison, pool_of
 
 # These make memory and no contents: a replay has nothing to do for them.
 _UNFILLED = frozenset(
@@ -107,8 +108,9 @@ class _Fakes:
 class _Taping(guard.DispatchGuard):
     """Turn dispatched operations into steps, and give the callable twins for their results."""
 
-    def __init__(self, rules: guard.Guard) -> None:
+    def __init__(self, rules: guard.Guard, tenant: Tenant) -> None:
         super().__init__(rules)
+        self._tenant = tenant
         self.steps: list[_Step] = []
         self.num_bytes = 0
         self.fakes = _Fakes()
@@ -195,10 +197,7 @@ class _Taping(guard.DispatchGuard):
     def _allocate(self, like: torch.Tensor) -> torch.UntypedStorage:
         num_bytes = like.untyped_storage().nbytes()
         self.num_bytes += num_bytes
-        floats = like.is_floating_point() or like.is_complex()
-        # All ones is NaN in every float format; 0x7f in each byte is large in every integer format.
-        poison = 0xFF if floats else 1 if like.dtype is torch.bool else 0x7F
-        storage = torch.full((num_bytes,), poison, dtype=torch.uint8, device="cpu").untyped_storage()
+        storage = torch.full((num_bytes,), poison(like.dtype), dtype=torch.uint8, device="cpu").untyped_storage()
         self.made[storage._cdata] = storage
         return storage
 
@@ -217,7 +216,8 @@ class _Taping(guard.DispatchGuard):
             frozen = pytree.tree_map(self.freeze, outputs)
         storages = [tensor.untyped_storage() for tensor in self._aliases.values()]
         unique = {storage._cdata: storage for storage in storages}.values()
-        recording = TapeRecording(tuple(self.steps), frozen, self.num_bytes, unique)
+        self._tenant.gives(leaf for leaf in pytree.tree_leaves(frozen) if _storage_id(leaf) in self.made)
+        recording = TapeRecording(tuple(self.steps), frozen, self.num_bytes, unique, self._tenant)
         self.steps, self.num_bytes, self._aliases = [], 0, {}  # a next segment starts anew
         return recording
 
@@ -268,9 +268,15 @@ class TapeRecording:
     """A recorded callable. Its outputs, and all memory between, stay at their addresses."""
 
     def __init__(
-        self, steps: tuple[_Step, ...], outputs: Any, num_bytes: int, storages: Iterable[torch.UntypedStorage]
+        self,
+        steps: tuple[_Step, ...],
+        outputs: Any,
+        num_bytes: int,
+        storages: Iterable[torch.UntypedStorage],
+        tenant: Tenant,
     ) -> None:
         self._steps: tuple[_Step, ...] | None = steps
+        self._tenant: Tenant | None = tenant
         self._outputs = outputs
         self._num_bytes = num_bytes
         self._addresses = tuple((storage, storage.data_ptr()) for storage in storages)
@@ -301,6 +307,8 @@ class TapeRecording:
     def replay(self) -> None:
         """Run the recorded operations in order. Sync: none (the CPU computes at once).
 
+        What recordings made later in the same pool gave is spoiled.
+
         Raises:
             StaleTableError: memory that the recording uses was reallocated by ``resize_``.
         """
@@ -308,6 +316,8 @@ class TapeRecording:
         session.check_replayable()
         if any(storage.data_ptr() != address for storage, address in self._addresses):
             raise StaleTableError("a tensor that this recording uses was resized and moved; record it again")
+        if self._tenant is not None:
+            self._tenant.replays()
         # All tensors of the steps are normal ones: inference mode only spares autograd. What the caller set
         # for his own operations (autocast, the default dtype) must not reach these.
         with torch.inference_mode(), torch.autocast("cpu", enabled=False), _default_dtype(self._default_dtype):
@@ -316,7 +326,7 @@ class TapeRecording:
 
     def close(self) -> None:
         """Drop the steps, the outputs and their memory. Calling it twice is fine."""
-        self._steps, self._outputs, self._addresses = None, None, ()
+        self._steps, self._outputs, self._addresses, self._tenant = None, None, (), None
 
     def _opened(self) -> tuple[_Step, ...]:
         if self._steps is None:
@@ -325,7 +335,15 @@ class TapeRecording:
 
 
 class Tape:
-    """Record callables on the CPU."""
+    """Record callables on the CPU.
+
+    Args:
+        pool: what tells the engine's memory pool from others; recordings of one pool may overwrite each other's
+            outputs. A pool of the tape's own by default.
+    """
+
+    def __init__(self, pool: Hashable = None) -> None:
+        self._pool = pool_of(pool)
 
     @property
     def device(self) -> torch.device:
@@ -350,14 +368,14 @@ class Tape:
         """
         with session.alone("recording"):
             rules = guard.Guard(self.device)
-            taping = _Taping(rules)
+            taping = _Taping(rules, self._pool.enter())
             outputs = rules.call(run, guard.FunctionGuard(rules), taping)
             return taping.finish(outputs)
 
     @property
-    def pool(self) -> int:
-        """What tells this recorder's memory apart from another's."""
-        return id(self)
+    def pool(self) -> TapePool:
+        """The memory pool of all recordings."""
+        return self._pool
 
     def parts(self, strict: bool = True) -> Any:
         """Give what records the segments of one callable. The tape is always strict."""

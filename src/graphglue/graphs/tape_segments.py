@@ -19,7 +19,7 @@ class TapeParts:
         self.pool: Hashable = tape.pool  # two nested replays are right here, and refused as a GPU's must be
         self.device = tape.device
         self.rules = guard.Guard(tape.device)
-        self._taping = _Taping(self.rules)
+        self._taping = _Taping(self.rules, tape.pool.enter())
 
     def around(self) -> AbstractContextManager[None]:
         """Do nothing: the tape has no stream."""

@@ -11,7 +11,7 @@ import torch
 
 import graphglue as gg
 from graphglue.bench import draft_steps, drafts
-from graphglue.bench.draft_steps import AGAIN, BARE, BLOCK, BUCKET, FLOOR, GROUPS, ONE, RAW, DraftWork
+from graphglue.bench.draft_steps import AGAIN, BARE, BLOCK, BUCKET, COMPILED, FLOOR, GROUPS, ONE, RAW, DraftWork
 from graphglue.bench.gauge import Gauge
 from graphglue.bench.results import Report, Row, Section
 from graphglue.bench.separate import WithoutPreps
@@ -38,7 +38,7 @@ def test_one_process_times_every_contender_once_all_are_there(monkeypatch: pytes
     monkeypatch.setattr(draft_steps, "_CHUNK", 2)
     times = draft_steps.measure(CPU, 3, 60.0, lambda: met.append(True))
     assert met == [True]
-    assert sorted(times) == sorted(LABELS)
+    assert sorted(times) == sorted({*LABELS} - {COMPILED}), "the tape records a prep as it is"
     assert all(0 < median <= p99 and steps == 3 for median, p99, steps in times.values())
 
 
@@ -92,12 +92,18 @@ def test_rows_have_the_median_and_the_worst_process() -> None:
     assert again.values["noise_us"] == pytest.approx(-0.1)
 
 
+def test_a_contender_that_one_process_lacks_has_no_row() -> None:
+    times = made_up()
+    del times[1][COMPILED]
+    assert COMPILED not in {row.label for row in drafts.rows_of(times)}
+
+
 @pytest.mark.parametrize(("glue_us", "reached"), [(0.9, True), (1.1, False)])
 def test_the_target_is_that_of_the_issue(glue_us: float, reached: bool) -> None:
-    rows = [Row(ONE, BUCKET, RAW, 0, values={drafts.GLUE_US: glue_us})]
+    rows = [Row(label, BUCKET, RAW, 0, values={drafts.GLUE_US: glue_us}) for label in (ONE, COMPILED)]
     targets = targets_of(Report({}, "", {}, "", {}, [Section("speculative", "", rows)]))
     seen = [target for target in targets if target.seen != "-"]
-    assert [(one.limit, one.reached) for one in seen] == [("at most 1.00 us", reached)]
+    assert [(one.limit, one.reached) for one in seen] == [("at most 1.00 us", reached)] * 2
 
 
 def test_processes_that_fail_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
