@@ -45,7 +45,8 @@ class CaptureHooks:
         pool: the engine's own memory pool. Once its last graph is gone torch takes it no more, and a new one is used.
             Capture the runners of one pool in the order in which they replay in a step, if one reads what another gave
             (``Step``). On the CPU any hashable object is a pool, and what a GPU may overwrite always is.
-        stream: the engine's own capture stream.
+        stream: the engine's own capture stream. cuBLAS has a workspace for each stream: give one that runs nothing
+            else, and that nothing but the runners of one engine is captured on.
         barrier: called before each eager break runs while a forward is recorded in segments, so that ranks meet.
     """
 

@@ -166,6 +166,7 @@ class Log(Tape):
     """A tape that notes what happens to it."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.events: list[str] = []
         self.recording = False
 

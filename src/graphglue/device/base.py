@@ -101,9 +101,9 @@ class Device(Protocol):
         """Build the recorder of this device, on the engine's stream and memory pool if given."""
 
     def recorders(self, stream: Any = None, pool: Any = None) -> tuple[Recorder, Recorder]:
-        """Build two recorders on one stream, of two memory pools: what they record may run side by side.
+        """Build two recorders that share neither stream nor memory pool: what they record may run side by side.
 
-        The first one's pool is its own, the second one's is the engine's if given.
+        The first one's are its own, the second one's are the engine's if given.
         """
 
     def enter_step(self) -> None:

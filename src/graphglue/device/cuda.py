@@ -46,9 +46,8 @@ class CudaDevice:
         return CudaRecorder(self.torch_device, stream=stream, pool=pool)
 
     def recorders(self, stream: Any = None, pool: Any = None) -> tuple[Recorder, Recorder]:
-        """Build two recorders on one stream: one with a pool of its own, one with the engine's if given."""
-        stream = torch.cuda.Stream(self.torch_device) if stream is None else stream
-        return self.recorder(stream), self.recorder(stream, pool)
+        """Build two recorders, each on a stream of its own: one with a pool of its own, one with the engine's."""
+        return self.recorder(), self.recorder(stream, pool)
 
     def bucket_fill(
         self, slots: Mapping[str, Slot], targets: Mapping[str, torch.Tensor], owned: Sequence[tuple[int, int]]

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from graphglue.errors import CaptureError, ClosedError
 from graphglue.graphs import guard, memory, session
+from graphglue.graphs.cuda_streams import Lease
 
 logger = logging.getLogger("graphglue")
 
@@ -71,8 +72,11 @@ def _normal(leaf: Any) -> Any:
 class CudaRecording:
     """A captured graph with its outputs, which stay at their addresses."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Any, num_bytes: int, held: Any, pool: Any) -> None:
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, outputs: Any, num_bytes: int, held: Any, pool: Any, lease: Lease
+    ) -> None:
         self.pool = pool
+        self._lease: Lease | None = lease
         self._written: set[int] | None = None
         self.reads: set[int] = set()
         self._graph: torch.cuda.CUDAGraph | None = graph
@@ -125,7 +129,7 @@ class CudaRecording:
     def close(self) -> None:
         """Drop the graph, the outputs and their memory. Calling it twice is fine."""
         graph, self._graph = self._graph, None
-        self._outputs, self._held = None, None
+        self._outputs, self._held, self._lease = None, None, None
         if graph is not None:
             graph.reset()
 
@@ -166,7 +170,8 @@ class CudaRecorder:
 
     Args:
         device: where to record.
-        stream: a non-default stream to capture on; a new one by default.
+        stream: a non-default stream to capture on; by default one that nobody else uses. The cuBLAS workspace of a
+            stream that was used before is where the user's work has put it, and goes when he drops it.
         pool: a memory pool to allocate from, shared by all recordings; a new one by default.
     """
 
@@ -176,7 +181,8 @@ class CudaRecorder:
         named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         index = torch.cuda.current_device() if named.index is None else named.index
         self._device = torch.device("cuda", index)
-        self._stream = torch.cuda.Stream(self._device) if stream is None else stream
+        self._lease = Lease(self._device, stream)
+        self._stream = self._lease.stream
         self._given_pool, self._own_pool = pool, torch.cuda.graph_pool_handle()
         self._recordings: weakref.WeakSet[CudaRecording] = weakref.WeakSet()
         self._failed: list[torch.cuda.CUDAGraph] = []
@@ -201,6 +207,7 @@ class CudaRecorder:
         gc.collect()
         with session.alone("session"), session.held_collection(), torch.cuda.device(self._device):
             caller = torch.cuda.current_stream(self._device)
+            self._lease.claim_workspaces()
             self._stream.wait_stream(caller)
             try:
                 with torch.cuda.stream(self._stream):
@@ -230,6 +237,7 @@ class CudaRecorder:
             stack.enter_context(torch.cuda.stream(self._stream))
             if torch.cuda.is_current_stream_capturing():
                 raise CaptureError("this stream is being captured already; give the recorder its own stream")
+            self._lease.claim_workspaces()
             reserved = torch.cuda.memory_reserved(self._device)
             rules = guard.Guard(self._device)
             holding = _Holding(rules)
@@ -238,7 +246,7 @@ class CudaRecorder:
             num_bytes = max(0, torch.cuda.memory_reserved(self._device) - reserved)
             with memory.plain():
                 outputs = pytree.tree_map(_normal, outputs)
-            recording = CudaRecording(graph, outputs, num_bytes, holding.held, pool)
+            recording = CudaRecording(graph, outputs, num_bytes, holding.held, pool, self._lease)
             recording._written = holding.written if strict else None
             recording.reads = holding.read
             self._recordings.add(recording)

@@ -67,6 +67,7 @@ class CudaParts:
                 with torch.cuda.stream(one):
                     if torch.cuda.is_current_stream_capturing():
                         raise CaptureError("this stream is being captured already; give the recorder its own stream")
+            self._recorder._lease.claim_workspaces()
             stream.wait_stream(caller)
             try:
                 with torch.cuda.stream(stream):
@@ -114,7 +115,7 @@ class CudaParts:
         with memory.plain():
             frozen = pytree.tree_map(_normal, outputs)
         num_bytes = max(0, torch.cuda.memory_reserved(self.device) - self._reserved)
-        recording = CudaRecording(graph, frozen, num_bytes, self._holding.held, pool)
+        recording = CudaRecording(graph, frozen, num_bytes, self._holding.held, pool, self._recorder._lease)
         recording._written = self._holding.written if self._strict else None
         recording.reads = self._holding.read
         self._recorder._recordings.add(recording)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,6 +93,8 @@ def allocators(monkeypatch: pytest.MonkeyPatch) -> Allocators:
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", made.end, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", made.release, raising=False)
     monkeypatch.setattr(cuda.CudaRecorder, "_reset_generator", lambda self: None)
+    lease = SimpleNamespace(stream=None, claim_workspaces=lambda: None)
+    monkeypatch.setattr(cuda, "Lease", lambda *_: lease)
     return made
 
 
