@@ -25,6 +25,7 @@ from graphglue.audit.subject import Subject
 from graphglue.device.kernel import checked
 from graphglue.device.nodes import nodes_of, read_graph
 from graphglue.graphs.cuda import CudaRecorder
+from graphglue.graphs.cuda_streams import Lease
 from graphglue.preps import paged_decode
 
 triton = pytest.importorskip("triton", reason="needs Triton, whose kernels torch's dispatcher does not see")
@@ -574,8 +575,11 @@ def test_an_operation_over_slots_and_tables_raises_no_alarm(name: str, leftovers
     check_passes(audited(lambda view: run(view.x, view.rows)))
 
 
-def test_leftovers_in_unset_fields_do_occur_so_the_second_recording_is_needed(leftovers: list[torch.Tensor]) -> None:
+def test_leftovers_in_unset_fields_do_occur_so_the_second_recording_is_needed(
+    leftovers: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without it the check would blame preps for what stood on the stack."""
+    monkeypatch.setattr(Lease, "claim_workspaces", lambda self: None)  # its products write over the stack
     seen = 0
     for run in OPS.values():
         subject = audited(lambda view, run=run: run(view.x, view.rows))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 import time
 from statistics import median
@@ -78,6 +79,7 @@ class Gauge:
 
     def release(self) -> None:
         """Give the allocator's unused blocks back, so that what is counted next is in use."""
+        gc.collect()  # a closed runner's capture stream, with its workspaces, is lent to the next one
         if self.on_gpu:
             self._module.empty_cache()
 
