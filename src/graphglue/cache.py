@@ -32,6 +32,9 @@ class GlueGraphCache:
     Failure is per key: a key that can not be recorded is QUARANTINED with its cause, keeps its
     static result for the eager fallback, and is retried by ``maintain()``. The states are drawn at ``State``.
 
+    All keys of a recorder lie in one memory pool: a replay keeps the results of keys that were recorded before its own,
+    and may overwrite those of keys that were recorded after it.
+
     Args:
         prep: called with a view (or any arguments); returns a tree of tensors.
         recorder: records it; by default the one of ``device``.

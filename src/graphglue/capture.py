@@ -27,7 +27,7 @@ from graphglue.graphs.segments import SegmentedRecording
 from graphglue.lockstep import Lockstep
 from graphglue.ranks.started import Others
 from graphglue.step import Outputs
-from graphglue.units import Unit, Views
+from graphglue.units import Unit, Views, check_skipping
 
 logger = logging.getLogger("graphglue")
 
@@ -44,7 +44,7 @@ class CaptureHooks:
         key: ``key(key)`` gives a context manager around the recording of each key.
         pool: the engine's own memory pool. Once its last graph is gone torch takes it no more, and a new one is used.
             Capture the runners of one pool in the order in which they replay in a step, if one reads what another gave
-            (``Step``). On the CPU any hashable object is a pool, and what a GPU may overwrite always is.
+            (``Step``). On the CPU any hashable object is a pool, equal ones the same, and what a GPU may overwrite is.
         stream: the engine's own capture stream. cuBLAS has a workspace for each stream: give one that runs nothing
             else, and that nothing but the runners of one engine is captured on.
         barrier: called before each eager break runs while a forward is recorded in segments, so that ranks meet.
@@ -129,6 +129,8 @@ class Capture:
         self.drop_launches(keys)
         for cache in self._caches():
             cache.begin()
+        for key in keys:  # before the session: a graph that goes may take cuBLAS's workspaces of its stream along
+            self._drop_behind(key)
         with ExitStack() as session, self._bar(2 * len(keys), progress) as bar:
             self._begin(session)
             for key in keys:
@@ -187,18 +189,31 @@ class Capture:
         Not so where an engine's own forward reads what the preps left: recorded anew they would leave it elsewhere,
         and the old memory is gone. Such preps go on eagerly, into the same memory.
         """
-        adopted = self.adopted is not None and self.adopted.state(key) is State.CAPTURED
-        if adopted and all(unit.cache.has_result(key) for unit in self._units):
+        if self._is_adopted(key) and all(unit.cache.has_result(key) for unit in self._units):
             return False
         preps = [unit.cache for unit in self._units if self._may_glue(unit, key)]
         caches = preps + ([self._forward] if self._forward else [])
         return any(cache.state(key) is not State.CAPTURED for cache in caches)
 
+    def _is_adopted(self, key: Key) -> bool:
+        return self.adopted is not None and self.adopted.state(key) is State.CAPTURED
+
+    def _drop_behind(self, key: Key) -> None:
+        """Drop what stands behind a prep that is recorded anew: recordings lie in the pool in the order of a step.
+
+        The forward's graph reads metadata that is about to move. A prep's own would be replayed behind the new
+        recording, which it lies in front of, and overwrite what that gives.
+        """
+        anew = [self._may_glue(unit, key) and unit.cache.state(key) is not State.CAPTURED for unit in self._units]
+        if True not in anew or self._is_adopted(key):
+            return
+        if self._forward is not None:
+            self._forward.drop(key)
+        for unit in self._units[anew.index(True) :]:
+            if unit.cache.entry(key).recording is not None:
+                unit.cache.drop(key)
+
     def _warm(self, key: Key, contain: bool) -> None:
-        if self._forward is not None and any(
-            self._may_glue(unit, key) and unit.cache.state(key) is not State.CAPTURED for unit in self._units
-        ):
-            self._forward.drop(key)  # its graph reads metadata that is about to move
         for _ in range(self._warmups):
             self._arena.fill_capture(key.bucket)
             with self._watch_random(key, "prep"):
@@ -246,9 +261,8 @@ class Capture:
         if effects := unit.declared.effects:
             tables = {name: t.clone() if name in effects else t for name, t in self._tables.items()}
             view = self._views.prep_view(unit, self._arena.targets(key.bucket), tables, key)
-        if unit.cache.state(key) is State.CAPTURED:
-            if not effects:  # its graph gives the forward its metadata; one with effects has run before
-                unit.cache.replay(key)
+        if unit.cache.state(key) is State.CAPTURED:  # its graph gives the forward its metadata
+            unit.cache.eager(key, view) if effects else unit.cache.replay(key)
         else:
             unit.cache.warm(key, view, live_args=(live,))
 
@@ -270,6 +284,12 @@ class Capture:
 
     def _record(self, key: Key) -> None:
         self._arena.fill_capture(key.bucket)
+        if self._forward is not None and self._forward.entry(key).breaks and self._hooks.session is None:
+            for unit, view in zip(self._units, self._views.of(key)[0]):
+                if (
+                    unit.cache.state(key) is State.CAPTURED
+                ):  # other keys' graphs, replayed since, may have overwritten it
+                    self._warm_prep(unit, key, view)
         for unit in self._units:
             if self._may_glue(unit, key):
                 unit.cache.record(key, strict=not unit.declared.compile)
@@ -350,14 +370,7 @@ class Capture:
                 f"the forward's eager breaks have row-aligned arguments of {segments.rows} rows, but {key.bucket} has "
                 f"{key.tokens} tokens, and the real rows of a step are its tokens; align arguments with a row per token"
             )
-        skipping = [unit.name for unit in self._units if unit.declared.idle == "skip"]
-        if skipping and (segments is None or segments.unaligned):
-            seen = "is one full graph" if segments is None else f"has breaks {list(segments.unaligned)} on all rows"
-            raise ContractError(
-                f"prep {skipping[0]!r} declares idle='skip', but the forward {seen}: an IDLE replay would read through "
-                "the last step's metadata; mark what reads it with eager_break(row_aligned=...), or use idle='eager' "
-                "or 'glue'"
-            )
+        check_skipping(self._units, key, segments)
 
     def metadata(self, key: Key) -> Any:
         """Give a key's static metadata, as the forward sees it."""

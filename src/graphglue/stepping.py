@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,8 @@ from graphglue.config import RunnerConfig
 from graphglue.core import trees
 from graphglue.core.batch import Batch
 from graphglue.core.binding import Write
-from graphglue.core.routing import Decision, Reason, Route
+from graphglue.core.keys import Key
+from graphglue.core.routing import Decision, Reason, Route, State
 from graphglue.core.view import View
 from graphglue.deciding import Decider
 from graphglue.device.arena import Arena, over_capacity
@@ -220,6 +222,8 @@ class Stepper:
     def _keep_company(self, lane: Lane) -> None:
         """Run what was agreed though a prep raised: the other ranks are in its collectives, and wait."""
         if lane.decision.forward is Route.GRAPH and self.forward is not None:
+            for unit in self._units:
+                _freshen(unit, lane.decision.key)
             self.forwards.replay(lane, self._capture.metadata(lane.decision.key))
         elif self.forwards.python is not None and self.stand_in is not None:
             self.stand_in()
@@ -284,6 +288,8 @@ class Stepper:
             skipped = result is None and decision.preps[unit.name].route is Route.SKIP  # there is nothing to install
             if unit.registration.publish is not None and not skipped:
                 self._publish(unit, result)
+            if changed and self.decider.bound:
+                _freshen(unit, decision.key)
             results.append(_lent(result))
             given.append(trees.without(results[-1], unit.declared.live, unit.name)[0])
             changes.append(changed)
@@ -316,6 +322,16 @@ class Stepper:
 
     def _handed_out(self, tree: Any) -> Any:
         return trees.map_tensors(torch.clone, tree) if self._config.clone_outputs else tree
+
+
+def _freshen(unit: Unit, key: Key) -> None:
+    """Have a prep's graph write the metadata that a forward is about to read though the prep itself gave none.
+
+    Graphs of the same pool, replayed since its own last one, may have left anything there, such as indices that fault.
+    """
+    if unit.cache.state(key) is State.CAPTURED and not unit.declared.effects:
+        with suppress(Exception):  # what the prep raised is told
+            unit.cache.replay(key)
 
 
 def _lent(result: Any) -> Any:

@@ -19,7 +19,9 @@ from graphglue.core.routing import Decision, PrepFacts, Route
 from graphglue.core.slots import Axis
 from graphglue.core.view import View
 from graphglue.device.arena import Arena
-from graphglue.errors import BindError
+from graphglue.errors import BindError, ContractError
+from graphglue.graphs.memory import addresses
+from graphglue.graphs.segments import SegmentedRecording
 from graphglue.registry import Registration
 
 
@@ -132,3 +134,33 @@ def planned(units: Iterable[Unit], decision: Decision, batch: Batch) -> Mapping[
             raise BindError(f"slots {twice} come {other} and from the plan of prep {unit.name!r}; leave one out")
         sources = {**sources, **made}
     return sources
+
+
+def check_skipping(units: Iterable[Unit], key: Key, segments: SegmentedRecording | None) -> None:
+    """Hold a key's forward against the preps that IDLE steps skip; ``segments`` is None for one full graph.
+
+    Raises:
+        ContractError: it would read what such a prep left behind.
+    """
+    for unit in units:
+        if unit.declared.idle != "skip":
+            continue
+        if segments is None:
+            seen = "is one full graph"
+        elif segments.unaligned:
+            seen = f"has breaks {list(segments.unaligned)} on all rows"
+        elif segments.reads & addresses(_integers(unit.cache.result(key))):  # no reads where nobody looked, as on a GPU
+            seen = "reads integers of its metadata between its breaks"
+        else:
+            continue
+        raise ContractError(
+            f"prep {unit.name!r} declares idle='skip', but the forward {seen}: an IDLE replay would read through the "
+            "last step's metadata, which another bucket may have overwritten; mark what reads it with "
+            "eager_break(row_aligned=...), or use idle='eager' or 'glue'"
+        )
+
+
+def _integers(tree: Any) -> list[torch.Tensor]:
+    """Give what may be an index: other leaves leave padded rows with other values, and nothing worse."""
+    leaves = [leaf for leaf in trees.flatten(tree)[0] if isinstance(leaf, torch.Tensor) and leaf.numel()]
+    return [leaf for leaf in leaves if not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype is torch.bool)]

@@ -305,6 +305,44 @@ def test_a_prep_that_raises_beside_segments_leaves_no_rank_waiting() -> None:
     served(group, [[7], [3, 2]])
 
 
+class Indexing(Prefill):
+    """Looks its scales up in the forward, between the breaks."""
+
+    def __call__(self, view: Any, metadata: Any) -> Any:
+        return super().__call__(view, {"scale": self.scale[metadata["scale"]]})
+
+
+@pytest.mark.parametrize(
+    ("way", "told"), [("raises", "no metadata today"), ("changes", "a prep that ran eagerly returned other metadata")]
+)
+def test_a_forward_that_others_wait_in_reads_no_metadata_that_another_bucket_overwrote(way: str, told: str) -> None:
+    """The prep of this bucket gave none, and a larger one's graph has replayed since its last: an index would fault."""
+    broken = [False]
+
+    def prep_of(rank: int) -> Callable[[Any], Any]:
+        def prep(view: Any) -> Any:
+            if not (broken[0] and rank):
+                return {"scale": view.positions + 0}
+            if way == "raises":
+                raise RuntimeError("no metadata today")
+            return {"scale": view.positions + 0, "more": view.positions + 1}
+
+        return prep
+
+    group = Group(2)
+    for model in group.models:
+        model.__class__ = Indexing
+    group.captured([{"prep": prep_of(rank)} for rank in range(2)], idle="eager")
+    served(group, [[3], [2]])
+    served(group, [[9], [12]])
+    broken[0] = True
+    results = group.step([[3], []])
+    assert results[0][0].forward is GRAPH
+    assert told in str(results[1])
+    broken[0] = False
+    served(group, [[3], []])
+
+
 # Capture: recording in segments runs their collectives for real.
 
 

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from graphglue.errors import CaptureError, ClosedError, DivergenceError, StaleTableError
 from graphglue.graphs import collectives, guard, memory, session
-from graphglue.graphs.tape_pool import TapePool, Tenant, poison, pool_of
+from graphglue.graphs.tape_pool import Part, TapePool, poison, pool_of
 
 # These make memory and no contents: a replay has nothing to do for them.
 _UNFILLED = frozenset(
@@ -108,13 +108,14 @@ class _Fakes:
 class _Taping(guard.DispatchGuard):
     """Turn dispatched operations into steps, and give the callable twins for their results."""
 
-    def __init__(self, rules: guard.Guard, tenant: Tenant) -> None:
+    def __init__(self, rules: guard.Guard, pool: TapePool) -> None:
         super().__init__(rules)
-        self._tenant = tenant
+        self._pool, self._part = pool, pool.enter()
         self.steps: list[_Step] = []
         self.num_bytes = 0
         self.fakes = _Fakes()
-        self.made: dict[int, torch.UntypedStorage] = {}  # what operations allocated
+        # What operations allocated, and the part that they did it in.
+        self.made: dict[int, tuple[torch.UntypedStorage, Part]] = {}
         self._aliases: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def perform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -198,7 +199,7 @@ class _Taping(guard.DispatchGuard):
         num_bytes = like.untyped_storage().nbytes()
         self.num_bytes += num_bytes
         storage = torch.full((num_bytes,), poison(like.dtype), dtype=torch.uint8, device="cpu").untyped_storage()
-        self.made[storage._cdata] = storage
+        self.made[storage._cdata] = storage, self._part
         return storage
 
     def freeze(self, leaf: Any) -> Any:
@@ -210,14 +211,20 @@ class _Taping(guard.DispatchGuard):
             self._aliases[key] = memory.place(leaf.untyped_storage(), leaf)
         return self._aliases[key]
 
+    def begin(self) -> None:
+        """Begin a part behind all that was recorded so far."""
+        self._part = self._pool.enter(self._part.owner)
+
     def finish(self, outputs: Any) -> TapeRecording:
         """Make the recording of what was noted."""
         with memory.plain():
             frozen = pytree.tree_map(self.freeze, outputs)
         storages = [tensor.untyped_storage() for tensor in self._aliases.values()]
         unique = {storage._cdata: storage for storage in storages}.values()
-        self._tenant.gives(leaf for leaf in pytree.tree_leaves(frozen) if _storage_id(leaf) in self.made)
-        recording = TapeRecording(tuple(self.steps), frozen, self.num_bytes, unique, self._tenant)
+        for key, leaf in {_storage_id(leaf): leaf for leaf in pytree.tree_leaves(frozen)}.items():
+            if key in self.made:
+                self.made[key][1].gives(leaf)
+        recording = TapeRecording(tuple(self.steps), frozen, self.num_bytes, unique, self._part)
         self.steps, self.num_bytes, self._aliases = [], 0, {}  # a next segment starts anew
         return recording
 
@@ -273,10 +280,10 @@ class TapeRecording:
         outputs: Any,
         num_bytes: int,
         storages: Iterable[torch.UntypedStorage],
-        tenant: Tenant,
+        part: Part,
     ) -> None:
         self._steps: tuple[_Step, ...] | None = steps
-        self._tenant: Tenant | None = tenant
+        self._part = part
         self._outputs = outputs
         self._num_bytes = num_bytes
         self._addresses = tuple((storage, storage.data_ptr()) for storage in storages)
@@ -316,8 +323,7 @@ class TapeRecording:
         session.check_replayable()
         if any(storage.data_ptr() != address for storage, address in self._addresses):
             raise StaleTableError("a tensor that this recording uses was resized and moved; record it again")
-        if self._tenant is not None:
-            self._tenant.replays()
+        self._part.replays()
         # All tensors of the steps are normal ones: inference mode only spares autograd. What the caller set
         # for his own operations (autocast, the default dtype) must not reach these.
         with torch.inference_mode(), torch.autocast("cpu", enabled=False), _default_dtype(self._default_dtype):
@@ -326,7 +332,7 @@ class TapeRecording:
 
     def close(self) -> None:
         """Drop the steps, the outputs and their memory. Calling it twice is fine."""
-        self._steps, self._outputs, self._addresses, self._tenant = None, None, (), None
+        self._steps, self._outputs, self._addresses = None, None, ()
 
     def _opened(self) -> tuple[_Step, ...]:
         if self._steps is None:
@@ -368,7 +374,7 @@ class Tape:
         """
         with session.alone("recording"):
             rules = guard.Guard(self.device)
-            taping = _Taping(rules, self._pool.enter())
+            taping = _Taping(rules, self._pool)
             outputs = rules.call(run, guard.FunctionGuard(rules), taping)
             return taping.finish(outputs)
 

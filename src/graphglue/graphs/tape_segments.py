@@ -19,7 +19,7 @@ class TapeParts:
         self.pool: Hashable = tape.pool  # two nested replays are right here, and refused as a GPU's must be
         self.device = tape.device
         self.rules = guard.Guard(tape.device)
-        self._taping = _Taping(self.rules, tape.pool.enter())
+        self._taping = _Taping(self.rules, tape.pool)
 
     def around(self) -> AbstractContextManager[None]:
         """Do nothing: the tape has no stream."""
@@ -31,6 +31,7 @@ class TapeParts:
 
     def begin(self) -> None:
         """Open a segment."""
+        self._taping.begin()
 
     def refusal(self) -> str | None:
         """Say why a segment can not end here; None if it can."""
