@@ -282,14 +282,16 @@ class Capture:
         for cache in self._caches():
             cache.quarantine(key, f"{who} raised {type(error).__name__}: {error}")
 
+    def _refresh(self, key: Key) -> None:
+        """Have recorded preps give a key's metadata again: other keys' graphs may have overwritten it since."""
+        for unit, view in zip(self._units, self._views.of(key)[0]):
+            if unit.cache.state(key) is State.CAPTURED:
+                self._warm_prep(unit, key, view)
+
     def _record(self, key: Key) -> None:
         self._arena.fill_capture(key.bucket)
         if self._forward is not None and self._forward.entry(key).breaks and self._hooks.session is None:
-            for unit, view in zip(self._units, self._views.of(key)[0]):
-                if (
-                    unit.cache.state(key) is State.CAPTURED
-                ):  # other keys' graphs, replayed since, may have overwritten it
-                    self._warm_prep(unit, key, view)
+            self._refresh(key)
         for unit in self._units:
             if self._may_glue(unit, key):
                 unit.cache.record(key, strict=not unit.declared.compile)
