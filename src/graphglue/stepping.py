@@ -245,13 +245,13 @@ class Stepper:
                 self._publish(unit, unit.cache.result(key))
 
         self.forwards.join(lane, begin)
-        self.ledger.note(lane.tally, lane.decision, lane.raw)
         metadata = lane.metadata.tree()
         if lane.outputs is not None:
             outputs = lane.outputs.tree()
         else:  # fill and preps were one launch; the forward has no graph
             run = self.forwards.outputs
             outputs = run(lane, lane.decision, lane.forward_view, metadata, metadata) if forward else None
+        self.ledger.note(lane.tally, lane.decision, lane.raw)  # a step that a forward's own error ended is none
         if lane.outputs is None or lane.segments is not None:
             self._record_read("tables", self._tables_until_forward)
         self._raise_late()

@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -755,6 +755,35 @@ def test_a_forward_that_can_not_be_recorded_at_one_bucket() -> None:
     assert why(engine.right(3)) == (Route.GLUE, Route.EAGER, Reason.PADDED, Reason.FORWARD_QUARANTINED)
     assert [key.requests for key in engine.runner.maintain()] == [4]
     assert why(engine.right(3)) == GLUED
+
+
+@pytest.mark.parametrize("who", ["prep", "forward"])
+def test_a_step_that_its_prep_or_forward_ended_is_not_counted(who: str) -> None:
+    """Whether the other one was a graph or not."""
+    broken = {"prep": False, "forward": False}
+
+    def raising(name: str, run: Any) -> Any:
+        def call(view: Any, *args: Any) -> Any:
+            if broken[name]:
+                raise RuntimeError(f"{name} today")
+            return run(view, *args)
+
+        return call
+
+    engine = Engine(prep=raising("prep", meta), forward=raising("forward", model))
+    broken[who] = True
+    with suppress(CaptureError):  # no key's prep: nothing is captured then
+        engine.runner.capture()
+    broken[who] = False
+    engine.right(3)
+    for number in range(1, 4):
+        assert engine.runner.stats()["steps"] == number
+        broken[who] = True
+        with pytest.raises(RuntimeError, match=f"{who} today"):
+            engine.step(3, number)
+        assert engine.runner.stats()["steps"] == number
+        broken[who] = False
+        assert why(engine.right(3, number))[who == "forward"] is Route.EAGER
 
 
 def test_an_exception_in_an_eager_step_is_its_own_and_the_next_step_is_right() -> None:
