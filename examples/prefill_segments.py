@@ -147,7 +147,7 @@ class Engine:
         self.decode.capture()
 
 
-def hooks_for(device: torch.device) -> gg.CaptureHooks | None:
+def hooks_for(device: torch.device) -> gg.CaptureHooks:
     """Let both runners of an engine capture on one stream and into one pool; they never replay at the same time."""
     if device.type != "cuda":
         return gg.CaptureHooks(pool=object())

@@ -164,7 +164,7 @@ def registry_of_preps() -> gg.Registry:
     return registry
 
 
-def hooks_for(device: torch.device) -> gg.CaptureHooks | None:
+def hooks_for(device: torch.device) -> gg.CaptureHooks:
     """Let all runners of an engine capture on one stream and into one pool; they never replay at the same time."""
     if device.type != "cuda":
         return gg.CaptureHooks(pool=object())

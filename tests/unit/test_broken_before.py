@@ -511,7 +511,7 @@ def test_binding_a_fake_tensor_is_refused_before_the_first_write() -> None:
 def test_declaration_of_a_slot_is_refused_where_it_is_written(options: dict[str, Any], text: str) -> None:
     """A name that hides the mapping's own, a dtype no fill knows, memory that overlaps itself."""
     if options.get("dtype", 0) is None:
-        pytest.skip("this torch has no such dtype")
+        pytest.skip("needs a torch that has this dtype")
     with pytest.raises(gg.ConfigError) as caught:
         gg.Slot(**{"name": "s", "axis": "request", "dtype": torch.int64, "pad": 0, **options})
     assert text in str(caught.value)

@@ -27,7 +27,7 @@ from graphglue.registry import Registry
 from tests.unit.printed import PAGES, PRINTED, README, ROOT, blocks, commands, rows
 
 if not PAGES.exists():
-    pytest.skip("a distribution without .ci", allow_module_level=True)
+    pytest.skip("needs .ci, which a distribution leaves out", allow_module_level=True)
 needs_mkdocs = pytest.mark.skipif(
     importlib.util.find_spec("mkdocs") is None, reason="needs the extra, on Python 3.11: pip install 'graphglue[docs]'"
 )
