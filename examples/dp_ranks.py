@@ -18,7 +18,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -102,6 +102,9 @@ def shared(rows: torch.Tensor, view: gg.View, rank: int) -> torch.Tensor:
     return buffer.sum(0)
 
 
+# Where facts are gathered: host memory, device memory, or memory that the ranks of one host share (the fastest).
+EXCHANGES = ("host", "device", "memory")
+
 # What comes in: a pure function of step and rank, so that each rank knows what all of them have.
 
 
@@ -172,7 +175,9 @@ def reference(weights: Weights, works: Sequence[Work], rank: int) -> torch.Tenso
 class Engine:
     """One rank: a runner for decode, one for prompts, and a group that all ranks are in."""
 
-    def __init__(self, device: torch.device, exchange: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, device: torch.device, process_group: dist.ProcessGroup | None, exchange: Literal["group", "memory"]
+    ) -> None:
         self.rank, self.weights = dist.get_rank(), Weights(device)
         planner = Planner(
             LADDER,
@@ -181,7 +186,7 @@ class Engine:
             extend_ladder=TOKEN_LADDER,
             max_requests=MAX_REQUESTS,
         )
-        self.group = RankGroup(exchange, planner, timeout_s=60, check_every=4)
+        self.group = RankGroup(process_group, planner, timeout_s=60, check_every=4, exchange=exchange)
         self.runners = {mode: self._runner(mode, device) for mode in (DECODE, EXTEND)}
 
     def _runner(self, mode: gg.Mode, device: torch.device) -> gg.Runner:
@@ -265,7 +270,7 @@ def main() -> None:
     """Meet the other ranks, tell the story, and say whether all agreed."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    options.add_argument("--exchange", choices=("host", "device"), default="host", help="where facts are gathered")
+    options.add_argument("--exchange", choices=EXCHANGES, default="host", help="where facts are gathered")
     chosen = options.parse_args()
     if "RANK" not in os.environ:
         sys.exit("start it with: torchrun --nproc-per-node 4 examples/dp_ranks.py")
@@ -275,10 +280,10 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if chosen.device == "cuda" else "gloo")
-    # Host memory by gloo is what to prefer; a group of NCCL alone gathers through device memory.
+    # Gloo gathers host memory; NCCL device memory, by a communicator that no forward uses, or it would wait for it.
     exchange = dist.new_group(backend="nccl") if chosen.exchange == "device" else None
     size = dist.get_world_size()
-    engine = Engine(device, exchange)
+    engine = Engine(device, exchange, "memory" if chosen.exchange == "memory" else "group")
     breaks = {mode.value: engine.num_breaks(mode) for mode in (DECODE, EXTEND)}
     assert breaks == {"decode": 0, "extend": NUM_LAYERS}
     compared = run(engine, size)

@@ -12,6 +12,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -30,7 +31,8 @@ SLOTS = (
     gg.Slot("real_tokens", axis="fixed", inner=(1,), dtype=torch.int64, pad=0, value=gg.RAW_TOKENS),
 )
 DECODE_STORY = [(3, 2), (3, 0), (0, 8), (8, 8), (0, 0), (9, 2), (1, 5)]
-ROUNDS = 200
+ROUNDS, CYCLES = 200, 200_000_000
+Build = Callable[..., RankGroup]
 
 
 def runner_of(group: RankGroup, rank: int, device: str) -> gg.Runner:
@@ -66,9 +68,9 @@ def expected_of(loads: list[int], rank: int) -> list[int]:
     return [11 * row + total for row in range(loads[rank])]
 
 
-def decode(rank: int, size: int, device: str, exchange: Any, padding: Padding) -> dict[str, Any]:
+def decode(rank: int, size: int, device: str, build: Build, padding: Padding) -> dict[str, Any]:
     """Run decode steps with one padding, captured and eager."""
-    group = RankGroup(exchange, Planner([2, 4, 8], rule=RULES[padding]), timeout_s=30, check_every=2)
+    group = build(Planner([2, 4, 8], rule=RULES[padding]), timeout_s=30, check_every=2)
     seen = []
     with runner_of(group, rank, device) as runner:
         for number, line in enumerate(DECODE_STORY):
@@ -113,12 +115,39 @@ def timed(group: RankGroup, runner: gg.Runner, batch: gg.Batch) -> dict[str, flo
     return {name: round(median(taken), 1) for name, taken in steps.items()}
 
 
-def prefill_times(rank: int, exchange: Any, device: str) -> dict[str, float]:
+def prefill_times(rank: int, build: Build, device: str) -> dict[str, float]:
     """Time a segmented prefill."""
-    group = RankGroup(exchange, prefill.planner(), timeout_s=30)
+    group = build(prefill.planner(), timeout_s=30)
     with prefill.prefill_runner(group, prefill.Prefill(prefill.joined(rank), device), device=device) as runner:
         runner.capture(progress=False)
         return timed(group, runner, prefill.Work([9, 4]).batch())
+
+
+def waits(rank: int, group: RankGroup, device: str) -> bool:
+    """Tell whether an agreement waits for a forward that is under way: a tenth of a second, then a collective."""
+
+    def slow(view: gg.View, metadata: Any) -> torch.Tensor:
+        torch.cuda._sleep(CYCLES)
+        return join(view.input_ids[:, None], view).sum(0)
+
+    join, registry, over = prefill.joined(rank), gg.Registry(), torch.cuda.Event()
+    contract = gg.PrepContract(
+        name="none", reads={"seq_lens": 1}, outputs={"lens": "request"}, modes={gg.Mode.DECODE}, idle="glue"
+    )
+    registry.register(contract)(lambda view: {"lens": view.seq_lens + 0})
+    with gg.Runner(
+        slots=SLOTS, ladder=[2], registry=registry, prep="none", forward=slow, device=device, ranks=group
+    ) as runner:
+        runner.capture(progress=False)
+        batch = batch_of(2)
+        for _ in range(2):  # the first step makes what is made once
+            plan = group.agree(runner.facts(batch))
+            runner.replay(batch, plan=plan)
+            over.record()
+            group.agree(runner.facts(batch))
+            waited = over.query()
+            synchronize()
+    return waited
 
 
 def max_len(counts: Any) -> Padding:
@@ -134,21 +163,29 @@ RULES: dict[Padding, Callable[[Any], Padding]] = {Padding.MAX_LEN: max_len, Padd
 
 def main() -> None:
     options = argparse.ArgumentParser()
-    options.add_argument("--exchange", choices=("host", "device"), default="host")
+    options.add_argument("--exchange", choices=("host", "device", "memory", "nccl alone"), default="host")
     options.add_argument("--dry", action="store_true", help="on the CPU with gloo, to check this file")
     chosen = options.parse_args()
     torch.set_num_threads(1)
     device = "cpu" if chosen.dry else f"cuda:{os.environ['LOCAL_RANK']}"
     if not chosen.dry:
         torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if chosen.dry else "cpu:gloo,cuda:nccl")
-    exchange = dist.new_group(backend="nccl") if chosen.exchange == "device" else None
+    backends = {"nccl alone": "nccl"}.get(chosen.exchange, "cpu:gloo,cuda:nccl")
+    dist.init_process_group("gloo" if chosen.dry else backends)
+    own = dist.new_group(backend="nccl") if chosen.exchange == "device" else None
+    build = partial(RankGroup, own, exchange="memory" if chosen.exchange == "memory" else "group")
     rank, size = dist.get_rank(), dist.get_world_size()
     told: dict[str, Any] = {"ranks": size, "exchange": chosen.exchange}
     for padding in Padding:
-        told[f"decode {padding.value}"] = decode(rank, size, device, exchange, padding)
-        told[f"prefill {padding.value}"] = prefill_in_segments(rank, size, device, exchange, RULES[padding])
-    told["prefill times"] = prefill_times(rank, exchange, device)
+        told[f"decode {padding.value}"] = decode(rank, size, device, build, padding)
+        told[f"prefill {padding.value}"] = prefill_in_segments(rank, size, device, build, RULES[padding])
+    told["prefill times"] = prefill_times(rank, build, device)
+    if not chosen.dry:
+        told["waits"] = waits(rank, build(Planner([2]), timeout_s=30), device)
+        if chosen.exchange == "nccl alone":  # what RankGroup(None) keeps clear of
+            told["waits on the forward's communicator"] = waits(
+                rank, RankGroup(dist.group.WORLD, Planner([2]), timeout_s=30), device
+            )
     for number in range(size):  # one line after the other
         dist.barrier()
         if number == rank:

@@ -188,13 +188,13 @@ def told_by_ranks(script: str, *options: str) -> tuple[int, str]:
     return num_ranks, ran.stdout
 
 
-@pytest.mark.parametrize("exchange", ["host", "device"])
+@pytest.mark.parametrize("exchange", ["host", "device", "memory"])
 def test_the_example_passes_with_a_gpu_for_each_rank(exchange: str) -> None:
     num_ranks, text = told_by_ranks("examples/dp_ranks.py", "--device", "cuda", "--exchange", exchange)
     assert f"{num_ranks} ranks agreed in 12 steps" in text
 
 
-@pytest.mark.parametrize("exchange", ["host", "device"])
+@pytest.mark.parametrize("exchange", ["host", "device", "memory", "nccl alone"])
 def test_ranks_on_several_gpus_replay_decode_and_segmented_prefill_in_one_bucket(exchange: str) -> None:
     """Both paddings; a rank that idles, vetoes, is refused, or fails in an eager break. Each checks its own rows."""
     num_ranks, text = told_by_ranks("tests/gpu/rank_steps.py", "--exchange", exchange)
@@ -209,6 +209,9 @@ def test_ranks_on_several_gpus_replay_decode_and_segmented_prefill_in_one_bucket
         for padding in Padding:
             assert one[f"decode {padding.value}"]["seen"] == decode
             assert one[f"prefill {padding.value}"]["seen"] == prefill
+        assert not one["waits"]  # an agreement, for the forward before it
+        if exchange == "nccl alone" and num_ranks > 1:  # the same check where it has to
+            assert one["waits on the forward's communicator"]
         for of_one_story in (one[f"{what} {padding.value}"] for what in ("decode", "prefill") for padding in Padding):
             # The forward's collectives are a child of the one launch, or of the launch that its first segment is in.
             assert of_one_story["fallbacks"] == []

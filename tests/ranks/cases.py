@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import time
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -14,6 +18,7 @@ import graphglue as gg
 from graphglue.errors import SegmentError
 from graphglue.graphs.tape import Tape
 from graphglue.ranks import Padding, Planner, RankFacts, RankGroup, facts
+from graphglue.ranks.memory import MemoryTransport
 
 from . import prefill
 from .threads import SLOTS, length_prep, own_of
@@ -79,9 +84,10 @@ def told(step: gg.Step, tokens: list[int], rank: int) -> list[Any]:
     return [decision.forward.value, list(decision.bucket), str(decision.key.padding), decision.reason.value]
 
 
-def steps(rank: int, size: int) -> Any:
+def steps(rank: int, size: int, exchange: Literal["group", "memory"] = "group") -> Any:
     """Random loads, idle ranks, one over the ladder, one over its own waste limit, refused batches."""
-    group = RankGroup(None, Planner(LADDER, row_bytes=1, all_reduce_limit_bytes=4 * size), timeout_s=30, check_every=3)
+    planner = Planner(LADDER, row_bytes=1, all_reduce_limit_bytes=4 * size)
+    group = RankGroup(None, planner, timeout_s=30, check_every=3, exchange=exchange)
     forward = Forward(rank)
     runner = runner_of(group, forward, waste_limit=1.5 if rank == 1 else None)
     draws, seen, refused = random.Random(size), [], 0
@@ -113,9 +119,14 @@ def fails_to_capture(rank: int, size: int) -> Any:
     return {"seen": seen, "repaired": repaired}
 
 
-def leaves(rank: int, size: int) -> Any:
+def steps_through_memory(rank: int, size: int) -> Any:
+    """The same through memory that the ranks share."""
+    return steps(rank, size, "memory")
+
+
+def leaves(rank: int, size: int, exchange: Literal["group", "memory"] = "group") -> Any:
     """The last rank leaves after the first step; the others give up in time."""
-    group = RankGroup(None, Planner(LADDER), timeout_s=2)
+    group = RankGroup(None, Planner(LADDER), timeout_s=2, exchange=exchange)
     group.agree(RankFacts(1, 1, DECODE))
     if rank == size - 1:
         time.sleep(8)  # it is still there, and busy with something else
@@ -128,17 +139,82 @@ def leaves(rank: int, size: int) -> Any:
     return {"text": "", "seconds": 0}
 
 
-def dies(rank: int, size: int) -> Any:
+def leaves_memory(rank: int, size: int) -> Any:
+    """The same through memory that the ranks share."""
+    return leaves(rank, size, "memory")
+
+
+def dies(rank: int, size: int, exchange: Literal["group", "memory"] = "group") -> Any:
     """The last rank is gone."""
-    group = RankGroup(None, Planner(LADDER), timeout_s=5)
+    group = RankGroup(None, Planner(LADDER), timeout_s=5 if exchange == "group" else 60, exchange=exchange)
     group.agree(RankFacts(1, 1, DECODE))
     if rank == size - 1:
         return None
+    begin = time.monotonic()
     try:
         group.agree(RankFacts(1, 1, DECODE))
     except gg.RankDisagreementError as error:
-        return {"text": str(error)}
-    return {"text": ""}
+        return {"text": str(error), "seconds": time.monotonic() - begin}
+    return {"text": "", "seconds": 0}
+
+
+def dies_in_memory(rank: int, size: int) -> Any:
+    """The same through memory that the ranks share."""
+    return dies(rank, size, "memory")
+
+
+def many_rows_through_memory(rank: int, size: int) -> Any:
+    """Thousands of gathers with pauses in odd places, over the end of what the numbers count, in two groups at once."""
+    groups = [RankGroup(None, Planner(LADDER), num_extra=extra, timeout_s=30, exchange="memory") for extra in (0, 5)]
+    for group in groups:
+        assert isinstance(group._transport, MemoryTransport)
+        group._transport._number = 0xFFFFFFFF - 1000
+    draws, seen, wrong = random.Random(rank), random.Random(0), 0
+    for _ in range(3000):
+        rows = [seen.randrange(-(2**63), 2**63) for _ in range(size)]
+        for group in groups:
+            if draws.random() < 0.02:
+                time.sleep(draws.random() * 0.004)
+            row = np.full(facts.EXTRA + group.num_extra, rows[rank])
+            group._transport.start(row, 30)
+            if draws.random() < 0.02:
+                time.sleep(draws.random() * 0.004)
+            wrong += not (group._transport.finish(30) == np.array(rows)[:, None]).all()
+    return wrong
+
+
+def one_maps_nothing(rank: int, size: int) -> Any:
+    """Rank 1 can not open the file, then rank 0 can not make one; nothing stays, and the next group works."""
+    told = []
+    for broken, name in ((1, "open"), (0, "posix_fallocate")):
+        whole = getattr(os, name)
+        if rank == broken:
+            setattr(os, name, _refuses)
+        try:
+            RankGroup(None, Planner(LADDER), timeout_s=20, exchange="memory")
+        except gg.ConfigError as error:
+            told.append(str(error))
+        finally:
+            setattr(os, name, whole)
+    plan = RankGroup(None, Planner(LADDER), timeout_s=20, exchange="memory").agree(RankFacts(3, 3, DECODE))
+    dist.barrier()
+    left = (
+        [name for name in os.listdir("/dev/shm") if name.startswith("graphglue-")] if os.path.isdir("/dev/shm") else []
+    )
+    return [*told, plan.bucket.tokens, left]
+
+
+def _refuses(*args: Any) -> Any:
+    raise OSError("no such place")
+
+
+def half_in_memory(rank: int, size: int) -> Any:
+    """Rank 1 gathers by the process group, the others through memory."""
+    try:
+        RankGroup(None, Planner(LADDER), timeout_s=20, exchange="group" if rank == 1 else "memory")
+    except gg.RankDisagreementError as error:
+        return str(error)
+    return ""
 
 
 def misconfigured(rank: int, size: int) -> Any:
@@ -244,13 +320,19 @@ def longer_rows(rank: int, size: int) -> Any:
     return ""
 
 
-def prefill_in_segments(rank: int, size: int, device: str = "cpu", exchange: Any = None, rule: Any = None) -> Any:
+def prefill_in_segments(
+    rank: int,
+    size: int,
+    device: str = "cpu",
+    build: Callable[..., RankGroup] | None = None,
+    rule: Any = None,
+) -> Any:
     """Prompts through segments with eager breaks: idle, vetoing, refused and failing ranks, each held to its rows.
 
     Args:
         rank, size: this rank, and how many there are.
         device: where the forward runs.
-        exchange: the process group that facts go through.
+        build: makes the group of a planner; by default over the default process group.
         rule: the planner's, for what runs eagerly.
     """
 
@@ -260,7 +342,7 @@ def prefill_in_segments(rank: int, size: int, device: str = "cpu", exchange: Any
 
     failing = False
     model = prefill.Prefill(prefill.joined(rank), device, fail)
-    group = RankGroup(exchange, prefill.planner(rule=rule), timeout_s=30, check_every=2)
+    group = (build or partial(RankGroup, None))(prefill.planner(rule=rule), timeout_s=30, check_every=2)
     runner = prefill.prefill_runner(group, model, device=device)
     runner.capture(progress=False)
     seen = []

@@ -15,11 +15,12 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="this torch has no gloo")
 @pytest.mark.timeout(240)
-def test_the_example_passes_on_four_ranks() -> None:
+@pytest.mark.parametrize("exchange", ["host", "memory"])
+def test_the_example_passes_on_four_ranks(exchange: str) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     ran = subprocess.run(
-        [*command, str(ROOT / "examples" / "dp_ranks.py")],
+        [*command, str(ROOT / "examples" / "dp_ranks.py"), "--exchange", exchange],
         capture_output=True, text=True, timeout=200, env=environment, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-4000:]

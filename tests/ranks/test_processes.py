@@ -16,10 +16,13 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_ranks_take_the_same_way_with_rows_of_their_own(size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("size", "case"),
+    [(2, "steps"), (4, "steps"), (8, "steps"), (2, "steps_through_memory"), (4, "steps_through_memory")],
+)
+def test_ranks_take_the_same_way_with_rows_of_their_own(size: int, case: str, tmp_path: Path) -> None:
     """Each checks its outputs against the sum over all ranks; here the ways they went are compared."""
-    results = launch("steps", size, tmp_path)
+    results = launch(case, size, tmp_path)
     assert len({result["digest"] for result in results}) == 1
     assert sum(result["refused"] for result in results) == 3
     forwards, paddings = set(), set()
@@ -55,8 +58,9 @@ def test_no_rank_replays_what_another_could_not_capture(tmp_path: Path) -> None:
         assert result["repaired"] == [4]
 
 
-def test_a_rank_that_leaves_is_named_and_nobody_hangs(tmp_path: Path) -> None:
-    first, second, _ = launch("leaves", 3, tmp_path)
+@pytest.mark.parametrize("case", ["leaves", "leaves_memory"])
+def test_a_rank_that_leaves_is_named_and_nobody_hangs(case: str, tmp_path: Path) -> None:
+    first, second, _ = launch(case, 3, tmp_path)
     for result in (first, second):
         assert "rank 2 did not come to it" in result["text"]
         assert result["seconds"] < 7
@@ -65,6 +69,31 @@ def test_a_rank_that_leaves_is_named_and_nobody_hangs(tmp_path: Path) -> None:
 def test_a_rank_that_is_gone_is_named(tmp_path: Path) -> None:
     first, _ = launch("dies", 2, tmp_path)
     assert "rank 1 did not come to it" in first["text"]
+
+
+def test_in_shared_memory_a_rank_that_is_gone_is_named_long_before_the_time_is_up(tmp_path: Path) -> None:
+    """A socket would say it; memory does not, so the system is asked for the lock of its process."""
+    first, _ = launch("dies_in_memory", 2, tmp_path)
+    assert "rank 1 did not come to it" in first["text"]
+    assert "rank 1 has dropped its RankGroup, or its process has ended" in first["text"]
+    assert first["seconds"] < 10
+
+
+def test_rows_in_shared_memory_are_those_of_this_gather(tmp_path: Path) -> None:
+    assert launch("many_rows_through_memory", 3, tmp_path) == [0, 0, 0]
+
+
+def test_memory_that_a_rank_can_not_map_is_refused_on_all_and_leaves_nothing(tmp_path: Path) -> None:
+    for opened, made, tokens, left in launch("one_maps_nothing", 3, tmp_path):
+        assert 'exchange="memory": rank 1 can not map what rank 0 makes: no such place' in opened
+        assert 'exchange="memory": rank 0 can not map what rank 0 makes: no such place' in made
+        assert 'or use exchange="group"' in opened
+        assert (tokens, left) == (4, [])
+
+
+def test_ranks_that_gather_in_different_places_are_found_at_start_up(tmp_path: Path) -> None:
+    for text in launch("half_in_memory", 3, tmp_path):
+        assert "rank 1 was built with exchange group, most ranks (rank 0) with memory" in text
 
 
 def test_a_misconfigured_rank_fails_at_start_up(tmp_path: Path) -> None:

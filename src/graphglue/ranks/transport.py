@@ -63,10 +63,12 @@ class TorchTransport:
     """Gather through a process group: one all-gather of one small persistent tensor.
 
     Host memory is gathered where the group has a backend for it (gloo); else the rows travel through
-    device memory, on a stream of their own, so that the gather does not wait for the forward before it.
+    device memory, on a stream of their own, so that the gather does not wait for the forward before it. A
+    communicator orders all that is launched on it, so where it is the forward's the gather waits all the same.
 
     Args:
-        process_group: None for the default group.
+        process_group: None for the default group; where that has no backend for host memory, forwards use its
+            communicator as a rule, and this makes one of its own over the same ranks.
         num_fields: integers of a row.
 
     Raises:
@@ -77,13 +79,16 @@ class TorchTransport:
         if not dist.is_available() or not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialised; call init_process_group before building RankGroup")
         group: Any = dist.group.WORLD if process_group is None else process_group
+        if process_group is None and not _has_host(group):
+            group = dist.new_group()
         self.rank = dist.get_rank(group)
         if self.rank < 0:
             raise ConfigError("this process is no member of the group it was given; build RankGroup on its ranks only")
         self._group = group
         self.size = dist.get_world_size(group)
-        self._on_host = torch.device("cpu") in group._device_types
+        self._on_host = _has_host(group)
         self._serial = next(_SERIALS[group.group_name])
+        self._options: Any = dist.distributed_c10d.AllgatherOptions()
         with torch.inference_mode(False):
             pinned = not self._on_host
             self._send = torch.zeros(num_fields, dtype=torch.int64, pin_memory=pinned)
@@ -92,7 +97,6 @@ class TorchTransport:
                 self._lend_device_memory()
         self._flat = self._received.view(-1)
         self._row, self._rows = self._send.numpy(), self._received.numpy()
-        self._options: Any = dist.distributed_c10d.AllgatherOptions()
         self._timeout_s = 0.0
         self._work: Any = None
 
@@ -106,15 +110,20 @@ class TorchTransport:
             return
         with _current(self._stream):
             self._device_send.copy_(self._send, non_blocking=True)
-            self._work = self._group._allgather_base(self._device_flat, self._device_send, self._options)
+            self._gather(self._device_flat, self._device_send)
+            self._received.copy_(self._device_received, non_blocking=True)
+            self._done.record(self._stream)
 
     def finish(self, timeout_s: float) -> np.ndarray:
         """Wait for the rows of all. Sync: the host waits."""
-        work, self._work = self._work, None
         if self._on_host:
+            work, self._work = self._work, None
             work.wait()
-        else:
-            self._finish_on_device(work, timeout_s)
+            return self._rows
+        deadline = time.monotonic() + timeout_s
+        while not self._done.query():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the gather did not end within {timeout_s} s")
         return self._rows
 
     def exchange(self, text: bytes, size: int, timeout_s: float) -> list[bytes]:
@@ -124,7 +133,7 @@ class TorchTransport:
         send = torch.zeros(size, dtype=torch.uint8)
         send[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else 0
         received = torch.zeros(self.size * size, dtype=torch.uint8, device=device)
-        self._group._allgather_base(received, send.to(device), self._options).wait()
+        self._gather(received, send.to(device))
         rows = received.cpu().view(self.size, size).numpy()
         return [row.tobytes().rstrip(b"\0") for row in rows]
 
@@ -143,6 +152,12 @@ class TorchTransport:
         except (RuntimeError, KeyError, ValueError, AttributeError):  # the store went with the rank that held it
             return None
 
+    def _gather(self, received: torch.Tensor, send: torch.Tensor) -> None:
+        """Wait for a gather: the host where its memory is gathered, else the current stream."""
+        work = self._group._allgather_base(received, send, self._options)
+        if work is not None:  # NCCL gives none for what it launched on the current stream
+            work.wait()
+
     def _wait_at_most(self, timeout_s: float) -> None:
         self._options.timeout, self._timeout_s = timedelta(seconds=timeout_s), timeout_s
 
@@ -154,17 +169,12 @@ class TorchTransport:
         self._device_received = torch.zeros_like(self._received, device=device)
         self._device_flat = self._device_received.view(-1)
         self._stream, self._done = torch.Stream(device), torch.Event(device)
+        self._options.asyncOp = False  # on the current stream, not on one that waits for it and that it waits for
         torch.accelerator.synchronize(device)
 
-    def _finish_on_device(self, work: Any, timeout_s: float) -> None:
-        with _current(self._stream):
-            work.wait()  # the stream waits, the host does not
-            self._received.copy_(self._device_received, non_blocking=True)
-            self._done.record(self._stream)
-        deadline = time.monotonic() + timeout_s
-        while not self._done.query():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the gather did not end within {timeout_s} s")
+
+def _has_host(group: Any) -> bool:
+    return torch.device("cpu") in group._device_types
 
 
 @contextmanager

@@ -1,0 +1,159 @@
+"""Memory that the ranks of one host share: rows meet there in microseconds, without a socket and without the GPU."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from graphglue.errors import ConfigError
+from graphglue.ranks.transport import TorchTransport
+
+_SPIN_S = 2e-3  # beyond it a rank waits for somebody who is late, and no longer keeps a processor busy
+_NAP_S = 50e-6
+_LOOK_EVERY_S = 0.1  # whether those who are late still run
+_LONGEST_TEXT = 255  # of a path, or of why there is none
+_FOLDER = "/dev/shm"  # memory as files; where there is none, a file of the temporary folder is mapped
+_yield: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
+
+
+class MemoryTransport:
+    """Gather through memory that all ranks map; texts, and the search for who did not come, go by a process group.
+
+    A 64-bit word holds half of a row's integer beside the number of its gather, both stored at once, as in NCCL's
+    protocol LL ("Demystifying NCCL", arXiv:2507.04786, section IV). A word with the number is whole, in whatever
+    order a processor shows the stores of another, so there is no lock and no fence. Gathers use two halves in turn:
+    a rank starts gather n + 2 only when all have started n + 1, so when nobody reads n any more.
+
+    Building one is collective. The file has no name once all have mapped it, so nothing is left when ranks die; each
+    locks a byte of it, which the system frees with its process.
+
+    Args:
+        group: where the ranks meet to set this up.
+        num_fields: integers of a row.
+        timeout_s: how long to wait for the others meanwhile, in seconds.
+
+    Raises:
+        ConfigError: on every rank, because one can not map it: another host, or a container with memory of its own.
+    """
+
+    def __init__(self, group: TorchTransport, num_fields: int, timeout_s: float) -> None:
+        self.rank, self.size = group.rank, group.size
+        self.exchange, self.absent = group.exchange, group.absent
+        shape = (2, self.size, 2 * num_fields)
+        self._file, memory = _mapped(group, 8 * int(np.prod(shape)), timeout_s)
+        self._halves = np.frombuffer(memory, dtype=np.uint64).reshape(shape)
+        self._number = 0
+        self._words = np.zeros((2 * num_fields, 2), dtype=np.uint32)  # what this rank sends, then what it sees of all
+        self._sent = self._words.view(np.uint64)[:, 0]
+        self._seen = np.zeros(shape[1:], dtype=np.uint64)
+        seen = self._seen.view(np.uint32).reshape(*shape[1:], 2)
+        self._seen_halves, self._seen_numbers = seen[..., 0], seen[..., 1]
+        self._rows = np.zeros((self.size, num_fields), dtype=np.int64)
+        self._row_halves = self._rows.view(np.uint32)
+
+    def __del__(self) -> None:
+        if (file := getattr(self, "_file", None)) is not None:
+            os.close(file)
+
+    def start(self, row: np.ndarray, timeout_s: float) -> None:
+        """Write this rank's row, int64[fields], where the others look for it. Sync: none."""
+        self._number = number = (self._number + 1) & 0xFFFFFFFF
+        self._words[:, 0] = row.view(np.uint32)
+        self._words[:, 1] = number
+        self._halves[number & 1, self.rank] = self._sent
+
+    def finish(self, timeout_s: float) -> np.ndarray:
+        """Wait for the rows of all: int64[ranks, fields], rewritten by the next gather. Sync: the host spins and waits.
+
+        Raises:
+            TimeoutError: a rank did not come in time.
+            ConnectionError: a rank has left, or its process has ended.
+        """
+        number, half = self._number, self._halves[self._number & 1]
+        begin = looked = time.monotonic()
+        while True:
+            self._seen[:] = half
+            if (self._seen_numbers == number).all():
+                self._row_halves[:] = self._seen_halves
+                return self._rows
+            now = time.monotonic()
+            if now - begin < min(_SPIN_S, timeout_s):
+                _yield()
+                continue
+            if now - begin > timeout_s:
+                raise TimeoutError(f"ranks {self._late()} did not write their rows within {timeout_s:g} s")
+            if now - looked > _LOOK_EVERY_S:
+                self._look()
+                looked = now
+            time.sleep(_NAP_S)
+
+    def _late(self) -> list[int]:
+        return [rank for rank, came in enumerate((self._seen_numbers == self._number).all(1).tolist()) if not came]
+
+    def _look(self) -> None:
+        for rank in self._late():
+            if rank != self.rank and _lock(self._file, rank):
+                _unlock(self._file, rank)
+                raise ConnectionError(f"rank {rank} has dropped its RankGroup, or its process has ended")
+
+
+def _mapped(group: TorchTransport, num_bytes: int, timeout_s: float) -> tuple[int, mmap.mmap]:
+    """Make the file on rank 0, map it on all, and take its name away; refuse on all what one can not do."""
+    file, path, refusal = -1, "", ""
+    if group.rank == 0:
+        try:
+            file, path = tempfile.mkstemp(prefix="graphglue-", dir=_FOLDER if os.path.isdir(_FOLDER) else None)
+            os.posix_fallocate(file, 0, num_bytes)  # what does not fit is an error here, and no signal at a write later
+        except (OSError, AttributeError) as error:
+            refusal = str(error)
+    try:
+        told = group.exchange(path.encode(), _LONGEST_TEXT, timeout_s)[0].decode()
+        memory: Any = None
+        try:
+            if group.rank and told:
+                file = os.open(told, os.O_RDWR | os.O_CLOEXEC)
+            if file >= 0 and not refusal:
+                memory = mmap.mmap(file, num_bytes)
+                if not _lock(file, group.rank):
+                    refusal = f"another process holds the place of rank {group.rank} in {told}"
+            refusal = refusal or ("" if memory else "rank 0 made no file")
+        except (OSError, ValueError) as error:
+            refusal = str(error)
+        refusals = group.exchange(refusal.encode()[:_LONGEST_TEXT], _LONGEST_TEXT, timeout_s)
+    finally:
+        if path:
+            with suppress(OSError):
+                os.unlink(path)
+    for rank, text in enumerate(refusals):
+        if text:
+            if file >= 0:
+                os.close(file)
+            raise ConfigError(
+                f'exchange="memory": rank {rank} can not map what rank 0 makes: {text.decode(errors="replace")}. '
+                f'All must be on one host and see one {_FOLDER}; share it between containers, or use exchange="group"'
+            )
+    return file, memory
+
+
+def _lock(file: int, rank: int) -> bool:
+    """Take the byte of a rank; tell whether it was free."""
+    import fcntl  # not on Windows, which has none of this
+
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+    except OSError:
+        return False
+    return True
+
+
+def _unlock(file: int, rank: int) -> None:
+    import fcntl
+
+    fcntl.lockf(file, fcntl.LOCK_UN, 1, rank)
