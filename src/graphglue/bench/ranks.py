@@ -33,11 +33,7 @@ def run_ranks(settings: Settings, section: Section) -> None:
     """Simulate fleets, time the step behind the agreement, and an agreement beside a bare all-gather."""
     section.rows += _fleets(settings)
     section.rows += _after_agree(settings)
-    asked = settings.on_gpu or "ranks" in settings.only
-    section.rows += [_gathered(size, settings) for size in (GATHERED if asked else GATHERED[:1])]
-    if settings.on_gpu and dist.is_available() and dist.is_nccl_available():
-        num_gpus = torch.accelerator.device_count()
-        section.rows += [_gathered(size, settings, "nccl") for size in GATHERED if size <= num_gpus]
+    section.rows += _gathers(settings)
     section.notes.append(
         "fleets: the trace's requests, decode buckets to 32, prompts to 2,048 tokens, a row of 14 KB, experts without "
         "all-to-all; host us is the planner's, on the gathered matrix"
@@ -49,11 +45,9 @@ def label_of(num_ranks: int) -> str:
     return f"a fleet of {num_ranks} ranks"
 
 
-def gathered_label(size: int, backend: str = "gloo") -> str:
+def gathered_label(size: int, way: str = gathers.GLOO, between: str = gathers.BACK_TO_BACK) -> str:
     """Name the row of an agreement."""
-    if backend == "nccl":
-        return f"agree on {size} NCCL ranks; the floor is a bare all_gather with its copies"
-    return f"agree on {size} gloo ranks; the floor is a bare all_gather"
+    return f"agree on {size} ranks by {way}, {between}"
 
 
 def _fleets(settings: Settings) -> list[Row]:
@@ -132,14 +126,33 @@ def _stepping(runner: gg.Runner, raw: int, sources: Sources) -> Any:
     return step
 
 
-def _gathered(size: int, settings: Settings, backend: str = "gloo") -> Row:
-    row = Row(gathered_label(size, backend))
-    if backend == "gloo" and not (hasattr(os, "fork") and dist.is_available() and dist.is_gloo_available()):
-        row.note = "needs gloo and fork"
-        return row
-    rounds = max(20, min(500, settings.steps))
-    times = gathers.measure(size, rounds, backend)
-    row.num_steps, row.host_us, row.floor_us = rounds, times["agree"], times["bare"]
-    row.times_floor = times["agree"] / times["bare"]
-    row.note = f"{os.cpu_count()} processors"
-    return row
+def _gathers(settings: Settings) -> list[Row]:
+    """Time agreements with gloo in forks, and all ways that there are with a GPU for each rank."""
+    rows = []
+    asked = settings.on_gpu or "ranks" in settings.only
+    sizes = dict.fromkeys(GATHERED if asked else GATHERED[:1], "gloo")
+    if settings.on_gpu and dist.is_available() and dist.is_nccl_available():
+        sizes |= dict.fromkeys([size for size in GATHERED if size <= torch.accelerator.device_count()], "nccl")
+    for size, backend in sizes.items():
+        if hasattr(os, "fork") and dist.is_available() and dist.is_gloo_available():
+            rows += gathered_rows(size, gathers.measure(size, max(20, min(500, settings.steps)), backend))
+        else:
+            rows.append(Row(gathered_label(size), note="needs gloo and fork"))
+    return rows
+
+
+def gathered_rows(size: int, times: gathers.Times) -> list[Row]:
+    """Give a row for each way and what lies between, held against a bare gather in the same rounds."""
+    rows = []
+    for between, by_way in times.items():
+        for way in (way for way in gathers.FLOORS if way in by_way):
+            taken, floor = Sample(tuple(by_way[way])), Sample(tuple(by_way[gathers.FLOORS[way]]))
+            row = Row(gathered_label(size, way, between), num_steps=len(taken.times_us))
+            row.host_us, row.host_p99_us = taken.median_us, taken.p99_us
+            row.floor_us, row.floor_p99_us = floor.median_us, floor.p99_us
+            row.times_floor = row.host_us / row.floor_us
+            row.note = f"the floor is {gathers.FLOORS[way]}; {os.cpu_count()} processors"
+            if gathers.FORWARD_US in by_way:
+                row.note += f"; the forward takes {Sample(tuple(by_way[gathers.FORWARD_US])).median_us:.0f} us"
+            rows.append(row)
+    return rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from graphglue.bench import baselines, contenders, draft_steps, drafts, ranks, scaling, segments
+from graphglue.bench import baselines, contenders, draft_steps, drafts, gathers, ranks, scaling, segments
 from graphglue.bench.contenders import AGAIN, FLOOR, ONE_DEVICE, ONE_NUMPY
 from graphglue.bench.memory import FILL, RATE
 from graphglue.bench.results import Report, Row, Section, Target
@@ -92,6 +92,7 @@ def _key_target(section: Section) -> list[Target]:
 
 def _rank_targets(section: Section) -> list[Target]:
     gathered = {size: section.find(ranks.gathered_label(size)) for size in ranks.GATHERED}
+    by_nccl = section.find(ranks.gathered_label(2, gathers.NCCL))
     fleet = section.find(ranks.label_of(max(ranks.FLEETS)))
     after = section.find(ranks.AFTER, in_flight=ranks.IN_FLIGHT[-1])
     return [
@@ -99,6 +100,7 @@ def _rank_targets(section: Section) -> list[Target]:
             _at_most(f"agree / a bare all_gather, {size} gloo ranks", _times(row), 1.3, "x")
             for size, row in gathered.items()
         ),
+        _at_most("agree / a bare all_gather with its copies, 2 NCCL ranks", _times(by_nccl), 1.3, "x"),
         _at_most(ranks.AFTER, None if after is None else after.host_us, 15.0, "us"),
         _at_most("the planner on 128 ranks", None if fleet is None else fleet.host_us, 50.0, "us"),
     ]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from graphglue import bench
-from graphglue.bench import fleet, gathers, ranks
+from graphglue.bench import fleet, gathering, gathers, ranks
 from graphglue.bench.results import Report, Row, Section
 from graphglue.bench.targets import targets_of
 from graphglue.demo.arrivals import Request, fit, generate
@@ -56,21 +58,49 @@ def test_the_trace_is_read_and_a_gather_is_timed(tmp_path: Path) -> None:
     after = section.find(ranks.AFTER)
     assert after is not None
     assert after.num_steps == 3
-    gathered = section.find(ranks.gathered_label(2))
-    assert gathered is not None
-    assert gathered.host_us
-    assert gathered.times_floor
+    for way in (gathers.GLOO, gathers.MEMORY):
+        for between in (gathers.BACK_TO_BACK, gathers.PAUSE):
+            gathered = section.find(ranks.gathered_label(2, way, between))
+            assert gathered is not None
+            assert gathered.host_us
+            assert gathered.floor_us
+            assert gathered.times_floor == pytest.approx(gathered.host_us / gathered.floor_us)
+
+
+def test_a_row_is_held_against_the_gather_of_its_own_backend_and_rounds() -> None:
+    way, floor = gathers.SHARED, gathers.BARE[gathers.NCCL]
+    between = {way: [90.0, 100.0, 110.0], floor: [40.0, 50.0, 60.0], gathers.FORWARD_US: [1800.0]}
+    (row,) = ranks.gathered_rows(2, {gathers.FORWARD: between})
+    assert row.label == ranks.gathered_label(2, way, gathers.FORWARD)
+    assert (row.host_us, row.host_p99_us, row.floor_us, row.times_floor) == (100.0, 110.0, 50.0, 2.0)
+    assert "the forward takes 1800 us" in row.note
+
+
+def test_the_forward_beside_an_agreement_is_recorded_with_its_sums() -> None:
+    sums: list[torch.Size] = []
+    forward = gathering.recorded(lambda rows: sums.append(rows.shape), torch.device("cpu"), width=8)
+    assert sums == [torch.Size([64, 8])] * (2 * 40)  # once for real, once recorded
+    forward.replay()
+    forward.close()
+
+
+def test_what_is_timed_does_not_hold_what_is_done_before_it() -> None:
+    times = gathering._timed({"step": lambda: None}, 3, lambda: time.sleep(0.01))
+    assert len(times["step"]) == 3
+    assert max(times["step"]) < 5000
+    assert min(gathering._timed({"step": lambda: time.sleep(0.01)}, 3)["step"]) > 5000
 
 
 def test_ranks_that_fail_say_why() -> None:
-    with pytest.raises(RuntimeError, match="2 gloo ranks gave no times"):
-        gathers.measure(2, -100)
+    with pytest.raises(RuntimeError, match=r"(?s)2 nowhere ranks gave no times: .*nowhere"):
+        gathers.measure(2, 20, "nowhere")
 
 
 def test_targets_hold_the_figures_of_the_issue() -> None:
     rows = [Row(ranks.gathered_label(size), times_floor=1.2) for size in ranks.GATHERED]
+    rows += [Row(ranks.gathered_label(2, gathers.NCCL), times_floor=1.4)]
     rows += [Row(ranks.label_of(128), host_us=51.0), Row(ranks.AFTER, in_flight=8, host_us=14.0)]
     targets = targets_of(Report({}, "", {}, "", {}, [Section("ranks", "", rows)]))
     seen = {target.what: target.reached for target in targets if target.reached is not None}
-    assert list(seen.values()) == [True, True, True, True, False]
+    assert list(seen.values()) == [True, True, True, False, True, False]
     assert sum("gloo ranks" in what for what in seen) == 3
