@@ -6,8 +6,9 @@ import mmap
 import os
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,9 @@ from graphglue.errors import ConfigError
 from graphglue.ranks.transport import TorchTransport
 
 _SPIN_S = 2e-3  # beyond it a rank waits for somebody who is late, and no longer keeps a processor busy
-_NAP_S = 50e-6
+_NAP_SHARE, _LONGEST_NAP_S = 0.02, 1e-3  # of the time waited so far
 _LOOK_EVERY_S = 0.1  # whether those who are late still run
-_LONGEST_TEXT = 255  # of a path, or of why there is none
+_LONGEST_TEXT = 1024  # of a path, or of why there is none
 _FOLDER = "/dev/shm"  # memory as files; where there is none, a file of the temporary folder is mapped
 _yield: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
@@ -48,6 +49,7 @@ class MemoryTransport:
         self.exchange, self.absent = group.exchange, group.absent
         shape = (2, self.size, 2 * num_fields)
         self._file, memory = _mapped(group, 8 * int(np.prod(shape)), timeout_s)
+        weakref.finalize(self, os.close, self._file)
         self._halves = np.frombuffer(memory, dtype=np.uint64).reshape(shape)
         self._number = 0
         self._words = np.zeros((2 * num_fields, 2), dtype=np.uint32)  # what this rank sends, then what it sees of all
@@ -57,10 +59,6 @@ class MemoryTransport:
         self._seen_halves, self._seen_numbers = seen[..., 0], seen[..., 1]
         self._rows = np.zeros((self.size, num_fields), dtype=np.int64)
         self._row_halves = self._rows.view(np.uint32)
-
-    def __del__(self) -> None:
-        if (file := getattr(self, "_file", None)) is not None:
-            os.close(file)
 
     def start(self, row: np.ndarray, timeout_s: float) -> None:
         """Write this rank's row, int64[fields], where the others look for it. Sync: none."""
@@ -84,61 +82,63 @@ class MemoryTransport:
                 self._row_halves[:] = self._seen_halves
                 return self._rows
             now = time.monotonic()
-            if now - begin < min(_SPIN_S, timeout_s):
+            waited = now - begin
+            if waited < min(_SPIN_S, timeout_s):
                 _yield()
                 continue
-            if now - begin > timeout_s:
+            if waited > timeout_s:
                 raise TimeoutError(f"ranks {self._late()} did not write their rows within {timeout_s:g} s")
             if now - looked > _LOOK_EVERY_S:
-                self._look()
+                self._look_for_the_late(half)
                 looked = now
-            time.sleep(_NAP_S)
+            time.sleep(min(_NAP_SHARE * waited, _LONGEST_NAP_S))
 
     def _late(self) -> list[int]:
         return [rank for rank, came in enumerate((self._seen_numbers == self._number).all(1).tolist()) if not came]
 
-    def _look(self) -> None:
+    def _look_for_the_late(self, half: np.ndarray) -> None:
         for rank in self._late():
-            if rank != self.rank and _lock(self._file, rank):
-                _unlock(self._file, rank)
+            if rank == self.rank or not _lock(self._file, rank):
+                continue
+            _unlock(self._file, rank)
+            self._seen[:] = half  # it may have ended right behind its last row
+            if rank in self._late():
                 raise ConnectionError(f"rank {rank} has dropped its RankGroup, or its process has ended")
 
 
 def _mapped(group: TorchTransport, num_bytes: int, timeout_s: float) -> tuple[int, mmap.mmap]:
     """Make the file on rank 0, map it on all, and take its name away; refuse on all what one can not do."""
-    file, path, refusal = -1, "", ""
-    if group.rank == 0:
+    path, refusal, file = "", "", -1
+    memory: Any = None
+    with ExitStack() as name, ExitStack() as kept:
         try:
-            file, path = tempfile.mkstemp(prefix="graphglue-", dir=_FOLDER if os.path.isdir(_FOLDER) else None)
-            os.posix_fallocate(file, 0, num_bytes)  # what does not fit is an error here, and no signal at a write later
+            if group.rank == 0:
+                file, path = tempfile.mkstemp(prefix="graphglue-", dir=_FOLDER if os.path.isdir(_FOLDER) else None)
+                kept.callback(os.close, file)
+                name.callback(os.unlink, path)
+                os.posix_fallocate(file, 0, num_bytes)  # no room is an error here, and no signal at a write later
+                if len(os.fsencode(path)) > _LONGEST_TEXT:
+                    raise OSError(f"{path} is a longer name than can be told")
         except (OSError, AttributeError) as error:
-            refusal = str(error)
-    try:
-        told = group.exchange(path.encode(), _LONGEST_TEXT, timeout_s)[0].decode()
-        memory: Any = None
+            path, refusal = "", str(error) or type(error).__name__
+        path = os.fsdecode(group.exchange(os.fsencode(path), _LONGEST_TEXT, timeout_s)[0])
         try:
-            if group.rank and told:
-                file = os.open(told, os.O_RDWR | os.O_CLOEXEC)
-            if file >= 0 and not refusal:
+            if group.rank and path:
+                file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                kept.callback(os.close, file)
+            if path:
                 memory = mmap.mmap(file, num_bytes)
-                if not _lock(file, group.rank):
-                    refusal = f"another process holds the place of rank {group.rank} in {told}"
-            refusal = refusal or ("" if memory else "rank 0 made no file")
+                refusal = "" if _lock(file, group.rank) else f"its place in {path} is taken"
         except (OSError, ValueError) as error:
-            refusal = str(error)
-        refusals = group.exchange(refusal.encode()[:_LONGEST_TEXT], _LONGEST_TEXT, timeout_s)
-    finally:
-        if path:
-            with suppress(OSError):
-                os.unlink(path)
-    for rank, text in enumerate(refusals):
-        if text:
-            if file >= 0:
-                os.close(file)
-            raise ConfigError(
-                f'exchange="memory": rank {rank} can not map what rank 0 makes: {text.decode(errors="replace")}. '
-                f'All must be on one host and see one {_FOLDER}; share it between containers, or use exchange="group"'
-            )
+            refusal = str(error) or type(error).__name__
+        for rank, text in enumerate(group.exchange(refusal.encode()[:_LONGEST_TEXT], _LONGEST_TEXT, timeout_s)):
+            if text:
+                raise ConfigError(
+                    f'exchange="memory": rank {rank} can not map what rank 0 makes: {text.decode(errors="replace")}. '
+                    f"All must be on one host and see one {_FOLDER}; share it between containers, or use "
+                    'exchange="group"'
+                )
+        kept.pop_all()
     return file, memory
 
 
