@@ -163,6 +163,21 @@ def dies_in_memory(rank: int, size: int) -> Any:
     return dies(rank, size, "memory")
 
 
+def comes_late(rank: int, size: int) -> Any:
+    """Rank 1 comes to an agreement in shared memory when the others have given up."""
+    group = RankGroup(None, Planner(LADDER), timeout_s=1, exchange="memory")
+    group.agree(RankFacts(1, 1, DECODE))
+    if rank == 1:
+        time.sleep(2.5)
+    try:
+        group.agree(RankFacts(2, 2, DECODE))
+    except gg.RankDisagreementError as error:
+        return str(error)
+    finally:
+        time.sleep(3)  # their store is there for all
+    return ""
+
+
 def many_rows_through_memory(rank: int, size: int) -> Any:
     """Thousands of gathers with pauses in odd places, over the end of what the numbers count, in two groups at once."""
     groups = [RankGroup(None, Planner(LADDER), num_extra=extra, timeout_s=30, exchange="memory") for extra in (0, 5)]

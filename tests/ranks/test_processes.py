@@ -79,6 +79,15 @@ def test_in_shared_memory_a_rank_that_is_gone_is_named_long_before_the_time_is_u
     assert first["seconds"] < 10
 
 
+def test_a_rank_that_comes_late_does_not_go_on_alone(tmp_path: Path) -> None:
+    """In shared memory the rows of those who gave up are still there; it would enter its forward without them."""
+    first, late, third = launch("comes_late", 3, tmp_path)
+    for text in (first, third):
+        assert "rank 1 did not come to it" in text
+    assert "all ranks came, some of them too late" in late
+    assert "has given up waiting" in late
+
+
 def test_rows_in_shared_memory_are_those_of_this_gather(tmp_path: Path) -> None:
     assert launch("many_rows_through_memory", 3, tmp_path) == [0, 0, 0]
 

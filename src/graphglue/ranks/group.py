@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import numpy as np
@@ -39,7 +40,8 @@ class RankGroup:
         timeout_s: how long a rank waits for the others.
         check_every: compare the digest of the last plan in every so many steps; 0 for never.
         exchange: "group": rows are gathered by the process group; "memory": through memory that its ranks share, all on
-            one host, several times faster; a rank that waits spins for up to 2 ms. The group serves the start-up.
+            one host, several times faster; a rank that waits spins for up to 2 ms. The group serves the start-up. Each
+            RankGroup has memory of its own: ranks that use two in another order wait for each other until timeout_s.
 
     Raises:
         RankDisagreementError: a rank was built with another planner, or did not come.
@@ -69,7 +71,7 @@ class RankGroup:
             raise ConfigError(f"exchange={exchange!r}: expected one of {_EXCHANGES}")
         self.planner, self.num_extra, self.timeout_s, self._check_every = planner, num_extra, timeout_s, check_every
         if process_group is None or isinstance(process_group, dist.ProcessGroup):
-            self._transport: Transport = TorchTransport(process_group, at.EXTRA + num_extra)
+            self._transport: Transport = TorchTransport(process_group, at.EXTRA + num_extra, timeout_s)
         elif exchange == "memory":
             raise ConfigError(f'exchange="memory" needs a torch.distributed group to set it up; got {process_group!r}')
         elif all(hasattr(process_group, name) for name in ("rank", "size", "start", "finish", "exchange", "absent")):
@@ -184,11 +186,8 @@ class RankGroup:
         """
         text = json.dumps(dict(declaration)).encode()
         lengths = self._gather(at.COMPARE, len(text), f"a comparison of {sorted(declaration)}")[:, at.VOTE]
-        self._calls += 1
-        try:
+        with self._call("a comparison of declarations"):
             texts = self._transport.exchange(text, int(lengths.max()), self.timeout_s)
-        except Exception as error:
-            raise self._left_behind("a comparison of declarations", error) from error
         declared = [json.loads(one) for one in texts]
         for name in dict.fromkeys(name for one in declared for name in one):
             _check_equal(name, [one.get(name, "nothing") for one in declared])
@@ -215,30 +214,36 @@ class RankGroup:
     def _compare_layouts(self, exchange: str) -> None:
         """Compare how rows are sent before the first one is: a backend may abort on rows of two lengths."""
         row = np.zeros(at.EXTRA, dtype=np.int64)
-        row[at.FORMAT], row[at.VOTE], what = at.COMPARE, self.num_extra, "a comparison of num_extra"
-        row[at.MISSING] = _EXCHANGES.index(exchange)
-        self._calls += 1
-        try:
+        row[at.FORMAT], row[at.VOTE], row[at.MISSING] = at.COMPARE, self.num_extra, _EXCHANGES.index(exchange)
+        with self._call("a comparison of num_extra"):
             texts = self._transport.exchange(row.tobytes(), row.nbytes, self.timeout_s)
-        except Exception as error:
-            raise self._left_behind(what, error) from error
         rows = [np.frombuffer(text.ljust(row.nbytes, b"\0"), dtype=np.int64) for text in texts]
         self._check_kind(at.COMPARE, [int(one[at.FORMAT]) for one in rows])
         _check_equal("num_extra", [str(one[at.VOTE]) for one in rows])
         _check_equal("exchange", [_EXCHANGES[int(one[at.MISSING])] for one in rows])
 
     def _share_memory(self) -> None:
+        assert isinstance(self._transport, TorchTransport)
+        with self._call("the set-up of shared memory"):
+            self._transport = MemoryTransport(self._transport, at.EXTRA + self.num_extra, self.timeout_s)
+
+    @contextmanager
+    def _call(self, what: str) -> Iterator[None]:
+        """Make a call of the start-up, and say who did not come to it."""
         self._calls += 1
         try:
-            assert isinstance(self._transport, TorchTransport)
-            self._transport = MemoryTransport(self._transport, at.EXTRA + self.num_extra, self.timeout_s)
-        except ConfigError:
+            yield
+        except ConfigError:  # raised on all ranks alike
             raise
         except Exception as error:
-            raise self._left_behind("the set-up of shared memory", error) from error
+            raise self._left_behind(what, error) from error
+        except BaseException:
+            self._interrupted(what)
+            raise
 
     def _send(self, what: str) -> None:
         if self._failed is not None:
+            self._started = None
             raise RankDisagreementError(
                 f"the group is of no use after a failed exchange; build another. {self._failed}"
             )
@@ -249,12 +254,23 @@ class RankGroup:
         except Exception as error:
             self._started = None
             raise self._left_behind(what, error) from error
+        except BaseException:
+            self._interrupted(what)
+            raise
 
     def _receive(self) -> np.ndarray:
         try:
             return self._transport.finish(self.timeout_s)
         except Exception as error:
             raise self._left_behind(self._what, error) from error
+        except BaseException:
+            self._interrupted(self._what)
+            raise
+
+    def _interrupted(self, what: str) -> None:
+        """Let this rank make no further call: it could be paired with another of its peers'."""
+        self._started = None
+        self._failed = f"Rank {self.rank} was interrupted in exchange {self._calls}, {what}; restart the group."
 
     def _left_behind(self, what: str, error: Exception) -> RankDisagreementError:
         """Say which ranks did not come to a call."""

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from graphglue.errors import ConfigError
 from graphglue.ranks.transport import TorchTransport
 
 _SPIN_S = 2e-3  # beyond it a rank waits for somebody who is late, and no longer keeps a processor busy
-_NAP_SHARE, _LONGEST_NAP_S = 0.02, 1e-3  # of the time waited so far
+_NAP_SHARE, _LONGEST_NAP_S = 0.02, 5e-3  # of the time waited so far
+_LAST, _GAVE_UP = 0xFFFFFFFE, 0xFFFFFFFF  # gathers are numbered from 1, and behind the last, an even one, again
 _LOOK_EVERY_S = 0.1  # whether those who are late still run
 _LONGEST_TEXT = 1024  # of a path, or of why there is none
 _FOLDER = "/dev/shm"  # memory as files; where there is none, a file of the temporary folder is mapped
@@ -29,8 +31,10 @@ class MemoryTransport:
 
     A 64-bit word holds half of a row's integer beside the number of its gather, both stored at once, as in NCCL's
     protocol LL ("Demystifying NCCL", arXiv:2507.04786, section IV). A word with the number is whole, in whatever
-    order a processor shows the stores of another, so there is no lock and no fence. Gathers use two halves in turn:
-    a rank starts gather n + 2 only when all have started n + 1, so when nobody reads n any more.
+    order a processor shows the stores of another, so there is no lock and no fence; words move one by one, between
+    strided arrays, because a copy of a block may move bytes. Gathers use two halves in turn: a rank starts gather
+    n + 2 only when all have started n + 1, so when nobody reads n any more. A rank that gives up writes so in both,
+    or one that comes later would agree with its rows alone.
 
     Building one is collective. The file has no name once all have mapped it, so nothing is left when ranks die; each
     locks a byte of it, which the system frees with its process.
@@ -49,20 +53,18 @@ class MemoryTransport:
         self.exchange, self.absent = group.exchange, group.absent
         shape = (2, self.size, 2 * num_fields)
         self._file, memory = _mapped(group, 8 * int(np.prod(shape)), timeout_s)
-        weakref.finalize(self, os.close, self._file)
+        weakref.finalize(self, os.close, self._file).atexit = False  # a process that ends may still step
         self._halves = np.frombuffer(memory, dtype=np.uint64).reshape(shape)
         self._number = 0
-        self._words = np.zeros((2 * num_fields, 2), dtype=np.uint32)  # what this rank sends, then what it sees of all
-        self._sent = self._words.view(np.uint64)[:, 0]
-        self._seen = np.zeros(shape[1:], dtype=np.uint64)
-        seen = self._seen.view(np.uint32).reshape(*shape[1:], 2)
-        self._seen_halves, self._seen_numbers = seen[..., 0], seen[..., 1]
+        self._sent, self._words = _strided(shape[2:])
+        self._seen, words = _strided(shape[1:])
+        self._seen_halves, self._seen_numbers = words[..., 0], words[..., 1]
         self._rows = np.zeros((self.size, num_fields), dtype=np.int64)
         self._row_halves = self._rows.view(np.uint32)
 
     def start(self, row: np.ndarray, timeout_s: float) -> None:
         """Write this rank's row, int64[fields], where the others look for it. Sync: none."""
-        self._number = number = (self._number + 1) & 0xFFFFFFFF
+        self._number = number = self._number + 1 if self._number < _LAST else 1
         self._words[:, 0] = row.view(np.uint32)
         self._words[:, 1] = number
         self._halves[number & 1, self.rank] = self._sent
@@ -72,17 +74,26 @@ class MemoryTransport:
 
         Raises:
             TimeoutError: a rank did not come in time.
-            ConnectionError: a rank has left, or its process has ended.
+            ConnectionError: a rank has given up or left, or its process has ended.
         """
-        number, half = self._number, self._halves[self._number & 1]
-        begin = looked = time.monotonic()
+        try:
+            self._wait(self._halves[self._number & 1], timeout_s)
+        except BaseException:
+            self._words[:, 1] = _GAVE_UP
+            self._halves[:, self.rank] = self._sent
+            raise
+        self._row_halves[:] = self._seen_halves
+        return self._rows
+
+    def _wait(self, half: np.ndarray, timeout_s: float) -> None:
+        number, begin = self._number, time.monotonic()
+        now = looked = begin
         while True:
             self._seen[:] = half
             if (self._seen_numbers == number).all():
-                self._row_halves[:] = self._seen_halves
-                return self._rows
+                return
+            waited = now - begin  # by a clock from before the look, however long this process was stopped since
             now = time.monotonic()
-            waited = now - begin
             if waited < min(_SPIN_S, timeout_s):
                 _yield()
                 continue
@@ -91,7 +102,13 @@ class MemoryTransport:
             if now - looked > _LOOK_EVERY_S:
                 self._look_for_the_late(half)
                 looked = now
+            self._check_given_up()
             time.sleep(min(_NAP_SHARE * waited, _LONGEST_NAP_S))
+
+    def _check_given_up(self) -> None:
+        given_up = (self._seen_numbers == _GAVE_UP).any(1)
+        if given_up.any():
+            raise ConnectionError(f"rank {given_up.argmax()} has given up waiting, or was interrupted")
 
     def _late(self) -> list[int]:
         return [rank for rank, came in enumerate((self._seen_numbers == self._number).all(1).tolist()) if not came]
@@ -115,14 +132,18 @@ def _mapped(group: TorchTransport, num_bytes: int, timeout_s: float) -> tuple[in
             if group.rank == 0:
                 file, path = tempfile.mkstemp(prefix="graphglue-", dir=_FOLDER if os.path.isdir(_FOLDER) else None)
                 kept.callback(os.close, file)
-                name.callback(os.unlink, path)
-                os.posix_fallocate(file, 0, num_bytes)  # no room is an error here, and no signal at a write later
-                if len(os.fsencode(path)) > _LONGEST_TEXT:
+                name.callback(Path(path).unlink, missing_ok=True)
+                _give_room(file, num_bytes)
+                if len(os.fsencode(path)) > _LONGEST_TEXT - 64:
                     raise OSError(f"{path} is a longer name than can be told")
-        except (OSError, AttributeError) as error:
+        except OSError as error:
             path, refusal = "", str(error) or type(error).__name__
-        path = os.fsdecode(group.exchange(os.fsencode(path), _LONGEST_TEXT, timeout_s)[0])
+        told = f"{_host()} {path}" if path else ""
+        told = os.fsdecode(group.exchange(os.fsencode(told), _LONGEST_TEXT, timeout_s)[0])
+        host, _, path = told.partition(" ")
         try:
+            if path and host != _host():  # whose file system may be the same
+                raise OSError("it is on another host")
             if group.rank and path:
                 file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                 kept.callback(os.close, file)
@@ -131,7 +152,7 @@ def _mapped(group: TorchTransport, num_bytes: int, timeout_s: float) -> tuple[in
                 refusal = "" if _lock(file, group.rank) else f"its place in {path} is taken"
         except (OSError, ValueError) as error:
             refusal = str(error) or type(error).__name__
-        for rank, text in enumerate(group.exchange(refusal.encode()[:_LONGEST_TEXT], _LONGEST_TEXT, timeout_s)):
+        for rank, text in enumerate(group.exchange(os.fsencode(refusal)[:_LONGEST_TEXT], _LONGEST_TEXT, timeout_s)):
             if text:
                 raise ConfigError(
                     f'exchange="memory": rank {rank} can not map what rank 0 makes: {text.decode(errors="replace")}. '
@@ -140,6 +161,28 @@ def _mapped(group: TorchTransport, num_bytes: int, timeout_s: float) -> tuple[in
                 )
         kept.pop_all()
     return file, memory
+
+
+def _give_room(file: int, num_bytes: int) -> None:
+    """Make a file long; where the system can, so that no room is an error here and no signal at a write later."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, num_bytes)
+    else:
+        os.ftruncate(file, num_bytes)
+
+
+def _strided(shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Give 64-bit words with a gap behind each, so that copies move them one by one, and their 32-bit halves."""
+    words = np.zeros((*shape, 2), dtype=np.uint64)
+    return words[..., 0], words.view(np.uint32).reshape(*shape, 4)[..., :2]
+
+
+def _host() -> str:
+    """Name this boot of this host, in containers too; nothing where the system does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _lock(file: int, rank: int) -> bool:

@@ -68,19 +68,20 @@ class TorchTransport:
 
     Args:
         process_group: None for the default group; where that has no backend for host memory, forwards use its
-            communicator as a rule, and this makes one of its own over the same ranks.
+            communicator as a rule, and each transport makes one of its own over the same ranks.
         num_fields: integers of a row.
+        timeout_s: of that communicator, in seconds.
 
     Raises:
         ConfigError: torch.distributed is not initialised, or this process is not in the group.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None, num_fields: int) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None, num_fields: int, timeout_s: float = 300.0) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialised; call init_process_group before building RankGroup")
         group: Any = dist.group.WORLD if process_group is None else process_group
         if process_group is None and not _has_host(group):
-            group = dist.new_group()
+            group = dist.new_group(timeout=timedelta(seconds=timeout_s))
         self.rank = dist.get_rank(group)
         if self.rank < 0:
             raise ConfigError("this process is no member of the group it was given; build RankGroup on its ranks only")

@@ -220,3 +220,28 @@ def test_the_rows_of_a_step_outlive_other_exchanges() -> None:
     group.agree(facts(2))
     group.union(5)
     assert [one.requests for one in group.facts()] == [2]
+
+
+@pytest.mark.parametrize("method", ["start", "finish", "exchange"])
+def test_a_rank_that_was_interrupted_in_a_call_makes_no_other(method: str) -> None:
+    """What it sends next could be paired with what its peers sent for the step before."""
+
+    class Interrupted(ThreadTransport):
+        armed = False
+
+    def interrupt(self: Interrupted, *args: Any) -> Any:
+        if self.armed:
+            raise KeyboardInterrupt
+        return getattr(ThreadTransport, method)(self, *args)
+
+    setattr(Interrupted, method, interrupt)
+    transport = Interrupted(Exchange(1), 0)
+    group = RankGroup(transport, Planner([4]), timeout_s=5)
+    group.agree(facts(1))
+    transport.armed = True
+    with pytest.raises(KeyboardInterrupt):
+        group.compare({"a": "b"}) if method == "exchange" else group.agree(facts(1))
+    transport.armed = False
+    for _ in range(2):
+        with pytest.raises(gg.RankDisagreementError, match=r"of no use .* Rank 0 was interrupted in exchange"):
+            group.agree(facts(1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ def row_of(*numbers: int) -> np.ndarray:
     return np.array(numbers, dtype=np.int64)
 
 
-@given(st.integers(0, 2**32 - 1), st.lists(st.lists(NUMBERS, min_size=6, max_size=6), min_size=1, max_size=6))
+@given(st.integers(0, 2**32 - 2), st.lists(st.lists(NUMBERS, min_size=6, max_size=6), min_size=1, max_size=6))
 def test_rows_arrive_as_they_were_sent_over_the_end_of_the_numbers_too(first: int, gathers: list[list[int]]) -> None:
     ranks = transports(2)
     for one in ranks:
@@ -65,7 +66,7 @@ def test_a_row_is_taken_only_once_all_its_words_are_there(pair: list[MemoryTrans
             one.start(row_of(7, 8, 9), 1)
         after, words[missing] = int(words[missing]), before
         with pytest.raises(TimeoutError, match=r"ranks \[1\] did not write their rows within 0.01 s"):
-            reader.finish(0.01)
+            reader._wait(reader._halves[reader._number & 1], 0.01)
         words[missing] = after
         assert reader.finish(1).tolist() == [[7, 8, 9]] * 2
         writer.finish(1)
@@ -79,7 +80,7 @@ def test_a_row_of_the_gather_before_is_not_taken(pair: list[MemoryTransport]) ->
         one.finish(1)
     reader.start(row_of(2, 2, 2), 1)
     with pytest.raises(TimeoutError):
-        reader.finish(0.001)
+        reader._wait(reader._halves[reader._number & 1], 0.001)
     writer.start(row_of(3, 3, 3), 1)
     assert reader.finish(1).tolist() == [[2, 2, 2], [3, 3, 3]]
 
@@ -102,6 +103,65 @@ def test_a_rank_that_ends_behind_its_last_row_has_not_failed_anybody(
     reader.start(row_of(4, 4, 4), 1)
     with pytest.raises(ConnectionError, match="rank 1 has dropped its RankGroup, or its process has ended"):
         reader.finish(1)
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_a_rank_that_comes_when_another_has_given_up_does_not_go_on_alone(
+    pair: list[MemoryTransport], monkeypatch: pytest.MonkeyPatch, error: type[BaseException] | None
+) -> None:
+    """Its row still lies there; to agree with it would be to enter a collective that nobody comes to (RANK-SPLIT-2)."""
+
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    early, late = pair
+    early.start(row_of(1, 1, 1), 1)
+    with monkeypatch.context() as patched:
+        if error:
+            patched.setattr(memory.time, "sleep", interrupted)
+        with pytest.raises(error or TimeoutError):
+            early.finish(0.01)
+    late.start(row_of(2, 2, 2), 1)
+    with pytest.raises(ConnectionError, match="rank 0 has given up waiting, or was interrupted"):
+        late.finish(1)
+
+
+def test_a_process_that_was_stopped_over_the_deadline_still_takes_what_came(
+    pair: list[MemoryTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = pair
+    clock = iter([0.0, 100.0])
+
+    def stopped() -> float:
+        if (now := next(clock)) > 0:
+            writer.start(row_of(5, 5, 5), 1)
+        return now
+
+    monkeypatch.setattr(memory.time, "monotonic", stopped)
+    reader.start(row_of(4, 4, 4), 1)
+    assert reader.finish(1).tolist() == [[4, 4, 4], [5, 5, 5]]
+
+
+def test_words_move_one_by_one(pair: list[MemoryTransport]) -> None:
+    """Between strided arrays, which no copy of a block serves."""
+    for one in pair:
+        assert one._sent.strides == (16,)
+        assert one._seen.strides[-1] == 16
+        assert one._halves.ctypes.data % 8 == one._seen.ctypes.data % 8 == one._sent.ctypes.data % 8 == 0
+
+
+def test_a_file_of_another_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system may be shared where memory is not."""
+    hosts = threading.local()
+    exchange = Exchange(2)
+
+    def built_on(rank: int) -> MemoryTransport:
+        hosts.name = f"host-{rank}"
+        return MemoryTransport(ThreadTransport(exchange, rank), NUM_FIELDS, 10)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(memory, "_host", lambda: hosts.name)
+    built: list[Any] = together(2, built_on)
+    assert all("rank 1 can not map what rank 0 makes: it is on another host" in str(one) for one in built)
 
 
 def test_a_name_that_can_not_be_told_is_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
