@@ -70,7 +70,7 @@ def test_the_noise_is_named_beside_the_target() -> None:
 
 def test_what_was_not_measured_is_left_open() -> None:
     targets = targets_of(report_of())
-    assert len(targets) == 27
+    assert len(targets) == 28
     assert all(target.reached is None and target.seen == "-" for target in targets)
 
 
