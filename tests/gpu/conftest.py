@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
     for item in filter(_is_here, items):
-        item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 def _forbid_skip(report: Any) -> None:

@@ -20,7 +20,7 @@ import graphglue as gg
 from graphglue.audit import Certificate, Verdict, audit
 
 if not torch.cuda.is_available():
-    pytest.skip("no CUDA device", allow_module_level=True)  # importing the example would have Triton interpret
+    pytest.skip("needs a CUDA device", allow_module_level=True)  # importing the example would have Triton interpret
 pytest.importorskip("triton", reason="needs Triton: pip install -e '.[triton]'")
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import triton_decode as backend

@@ -23,10 +23,10 @@ from graphglue.graphs.segments import SegmentedRecording, eager_break, record_se
 
 FOLDER = Path(os.environ.get("GRAPHGLUE_PEER_BREAKABLE", Path(__file__).parents[2] / ".peers" / "breakable"))
 HAS_WHEEL = (FOLDER / f"{MODULE}.py").is_file()
-needs_wheel = pytest.mark.skipif(not HAS_WHEEL, reason=f"the wheel of breakable-cuda-graphs 0.1.0 is not in {FOLDER}")
+needs_wheel = pytest.mark.skipif(not HAS_WHEEL, reason=f"needs the wheel of breakable-cuda-graphs 0.1.0 in {FOLDER}")
 needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available() and os.environ.get("GRAPHGLUE_REQUIRE_GPU") != "1",
-    reason="it captures CUDA graphs, and there is no GPU",
+    reason="needs a GPU to capture CUDA graphs",
 )
 ROWS, WIDTH, NUM_LAYERS, PAD = 24, 32, 4, 0.25
 LENGTHS = ([24], [5, 19], [1, 1, 22], [7, 6, 4, 3, 4])  # of requests; all rows are real

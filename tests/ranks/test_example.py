@@ -13,7 +13,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="this torch has no gloo")
+@pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs a torch with gloo")
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("exchange", ["host", "memory"])
 def test_the_example_passes_on_four_ranks(exchange: str) -> None:

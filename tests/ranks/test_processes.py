@@ -11,7 +11,7 @@ import torch.distributed as dist
 from .launch import launch
 
 pytestmark = [
-    pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="this torch has no gloo"),
+    pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs a torch with gloo"),
     pytest.mark.timeout(240),
 ]
 

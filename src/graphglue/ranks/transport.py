@@ -76,7 +76,7 @@ class TorchTransport:
         ConfigError: torch.distributed is not initialised, or this process is not in the group.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None, num_fields: int, timeout_s: float = 300.0) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None, num_fields: int, timeout_s: float) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialised; call init_process_group before building RankGroup")
         group: Any = dist.group.WORLD if process_group is None else process_group

@@ -239,7 +239,7 @@ def build_for_cpu(num_slots: int, payload_bytes: int = 4096) -> CpuBuild:
     """Build fill.cu with g++; skip the test where there is none."""
     compiler = shutil.which("g++")
     if compiler is None:
-        pytest.skip("no g++ to build fill.cu for the CPU")
+        pytest.skip("needs g++, to build fill.cu for the CPU")
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder, "fill.cpp"), Path(folder, "fill.so")
         source.write_text(_SHIM + kernel.source_text() + _ENTRY)

@@ -18,7 +18,7 @@ from graphglue.ranks import memory
 from graphglue.ranks.memory import MemoryTransport
 from tests.ranks.threads import Exchange, ThreadTransport, all_well, together
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="memory that processes share is asked of POSIX")
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX, whose locks and maps it uses")
 NUM_FIELDS = 3
 NUMBERS = st.integers(-(2**63), 2**63 - 1)
 
