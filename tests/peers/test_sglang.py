@@ -21,7 +21,7 @@ from graphglue.errors import ConfigError
 FOLDER = Path(os.environ.get("GRAPHGLUE_PEER_SGLANG", Path(__file__).parents[2] / ".peers" / "sglang"))
 CPU = torch.device("cpu")
 needs_wheel = pytest.mark.skipif(
-    not all((FOLDER / name).is_file() for name in MODULES), reason=f"the wheel of sglang 0.5.23 is not in {FOLDER}"
+    not all((FOLDER / name).is_file() for name in MODULES), reason=f"needs the wheel of sglang 0.5.23 in {FOLDER}"
 )
 
 
